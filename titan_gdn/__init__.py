@@ -1,0 +1,1 @@
+"""Linear-attention layers for TorchTitan, split over context- and tensor-parallel ranks."""

@@ -1,0 +1,116 @@
+"""transformers' Qwen3-Next as the oracle: tiny, random, on its PyTorch path."""
+
+import torch
+
+
+def model(**changes):
+    """A `Qwen3NextForCausalLM` whose parameters are all random, and our builder's arguments for it."""
+    import transformers.models.qwen3_next.modeling_qwen3_next as modeling
+    from transformers import Qwen3NextConfig
+
+    # With FLA installed transformers calls its Triton kernels on CPU tensors too: take what it wraps.
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
+        function = getattr(modeling, name)
+        setattr(modeling, name, getattr(function, "__wrapped__", function))
+
+    rope = {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25}
+    yarn = changes.pop("yarn_factor", 1.0)
+    if yarn > 1:
+        rope |= {"rope_type": "yarn", "factor": yarn, "original_max_position_embeddings": 256}
+    config = Qwen3NextConfig(
+        **{
+            "vocab_size": 264,
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "intermediate_size": 96,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "max_position_embeddings": int(256 * yarn),
+            "rope_parameters": rope,
+            "attn_implementation": "eager",
+        }
+        | changes
+    )
+    torch.manual_seed(0)
+    hf = modeling.Qwen3NextForCausalLM(config)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return hf, overrides(config, yarn)
+
+
+def overrides(config, yarn_factor=1.0):
+    """What `[model.overrides]` says to build the model of a transformers configuration."""
+    return {
+        "vocab_size": config.vocab_size,
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "layer_types": config.layer_types,
+        "norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "n_heads": config.num_attention_heads,
+        "n_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "partial_rotary_factor": config.rope_parameters["partial_rotary_factor"],
+        "rope_theta": float(config.rope_parameters["rope_theta"]),
+        "context_length": int(config.max_position_embeddings / yarn_factor),
+        "yarn_factor": float(yarn_factor),
+        "n_linear_key_heads": config.linear_num_key_heads,
+        "n_linear_value_heads": config.linear_num_value_heads,
+        "linear_key_head_dim": config.linear_key_head_dim,
+        "linear_value_head_dim": config.linear_value_head_dim,
+        "linear_conv_kernel": config.linear_conv_kernel_dim,
+        "hidden_dim": config.intermediate_size,
+        "n_experts": config.num_experts,
+        "n_experts_per_token": config.num_experts_per_tok,
+        "expert_hidden_dim": config.moe_intermediate_size,
+        "shared_expert_hidden_dim": config.shared_expert_intermediate_size,
+        "norm_topk_prob": config.norm_topk_prob,
+        "decoder_sparse_step": config.decoder_sparse_step,
+        "mlp_only_layers": list(config.mlp_only_layers),
+    }
+
+
+def toml(folder, overrides, **sections):
+    """A TOML file in `folder` that trains this model in float32 on the text files beside it."""
+    import json
+    import os
+
+    text = os.path.join(folder, "text")
+    if not os.path.isdir(text):
+        os.makedirs(text)
+        for i in range(12):  # ragged documents of 5 to 500 bytes, more varied than prose
+            with open(os.path.join(text, f"{i}.txt"), "w") as file:
+                file.write("".join(chr(33 + (j * j * (i + 3) + j) % 90) for j in range(5 + 45 * i)))
+    content = {
+        "job": {"dump_folder": os.path.join(folder, "out")},
+        "model": {"name": "qwen3_next", "flavor": "debug_moe"},
+        "model.overrides": overrides,
+        "dataloader": {"dataset": "text_files", "dataset_path": text},
+        "training": {
+            "steps": 3,
+            "local_batch_size": 4,
+            "seq_len": 64,
+            "mixed_precision_param": "float32",
+            "max_norm": 1e9,
+        },
+        "lr_scheduler": {"warmup_steps": 0},
+        "metrics": {"log_freq": 1},
+        "debug": {"seed": 1, "enable_structured_logging": False},
+    }
+    for name, values in sections.items():
+        content[name] = content.get(name, {}) | values
+    path = os.path.join(folder, "run.toml")
+    with open(path, "w") as file:
+        for name, values in content.items():
+            file.write(f"[{name}]\n" + "".join(f"{key} = {json.dumps(v)}\n" for key, v in values.items()))
+    return path

@@ -1,0 +1,19 @@
+"""What the server that ranks are forked from imports, once."""
+
+import logging
+import warnings
+
+warnings.simplefilter("ignore")
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+from titan_gdn import cpu  # noqa: E402
+
+cpu.enable()
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+import titan_gdn.config  # noqa: E402, F401
+import titan_gdn.models.qwen3_next.config_registry  # noqa: E402, F401
+import torch.distributed.checkpoint  # noqa: E402, F401

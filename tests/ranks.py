@@ -1,0 +1,88 @@
+"""Ranks as processes of one test: forked from a warm server, so that a case costs no import.
+
+`run(function, world_size, *args)` calls `function(*args)` on every rank, with the environment that
+torchrun would give it, and returns what each rank returned. Nothing hangs: after `timeout` seconds the
+ranks are killed and the error says where each one waited.
+"""
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import tempfile
+import time
+import traceback
+
+import torch
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["tests.preload"])
+
+
+def run(function, world_size, *args, timeout=120):
+    """Call `function(*args)` on `world_size` ranks; the list of their results."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        ranks = [
+            _server.Process(target=_rank, args=(function, args, rank, world_size, port, folder, timeout), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        failed = _wait(ranks, timeout + 10)
+        reports = [_read(os.path.join(folder, f"{rank}.txt")) for rank in range(world_size)]
+        if failed:
+            told = "\n".join(f"--- rank {rank}: {report or 'said nothing'}" for rank, report in enumerate(reports))
+            raise AssertionError(f"{failed} of {world_size} ranks\n{told}")
+        return [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+
+
+def _wait(ranks, timeout):
+    """Why the ranks did not all end well, or None; kills what is left."""
+    end = time.monotonic() + timeout
+    while any(process.is_alive() for process in ranks) and time.monotonic() < end:
+        multiprocessing.connection.wait([p.sentinel for p in ranks if p.is_alive()], end - time.monotonic())
+        if any(process.exitcode for process in ranks):
+            time.sleep(1)  # others may be about to fail with a better message
+            break
+    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for process in ranks:
+        process.kill()
+        process.join()
+    codes = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode not in (0, -9)}
+    if codes:
+        return f"exit codes {codes}"
+    return f"time-out: {hung}" if hung else None
+
+
+def _rank(function, args, rank, world_size, port, folder, timeout):
+    with open(os.path.join(folder, f"{rank}.txt"), "w") as report:
+        faulthandler.dump_traceback_later(timeout, exit=True, file=report)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        torch.set_num_threads(1)
+        try:
+            result = function(*args)
+            torch.save(result, os.path.join(folder, f"{rank}.pt"))
+        except BaseException:
+            report.write(traceback.format_exc())
+            report.flush()
+            os._exit(1)
+        os._exit(0)  # no destructors: some of torch's wait for other ranks
+
+
+def _read(path):
+    try:
+        with open(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None

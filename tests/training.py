@@ -1,0 +1,80 @@
+"""Runs of the real trainer, as functions that `tests.ranks.run` calls on every rank."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def train(argv, step_of_gradients=1):
+    """Train as `titan_gdn.train` does.
+
+    Returns the losses and gradient norms of all steps, the gradients of one step (whole, on rank 0), the
+    validation losses, and the smallest gap between the last expert a router chose and the next one.
+    """
+    import os
+
+    from titan_gdn.config import load_config
+
+    config = load_config(argv, int(os.environ["WORLD_SIZE"]))
+    trainer = config.build()
+    record = {"loss": [], "grad_norm": [], "gradients": {}, "validation": [], "gap": _watch_routers(trainer)}
+
+    def log(step, loss, max_loss, grad_norm, extra_metrics=None):
+        record["loss"].append(loss)
+        record["grad_norm"].append(grad_norm)
+
+    trainer.metrics_processor.log = log
+    trainer.metrics_processor.log_validation = lambda loss, step, **_: record["validation"].append(loss)
+    step = trainer.optimizers.step
+
+    def step_and_look():
+        if trainer.step == step_of_gradients:
+            record["gradients"] = whole_gradients(trainer.model_parts)
+        step()
+
+    trainer.optimizers.step = step_and_look
+    trainer.train()
+    trainer.close()
+    record["gap"] = min(record["gap"], default=None)
+    if int(os.environ["RANK"]) != 0:
+        record["gradients"] = {}
+    return record
+
+
+def whole_gradients(model_parts):
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): _whole(parameter.grad).clone()
+        for part in model_parts
+        for name, parameter in part.named_parameters()
+    }
+
+
+def _whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _watch_routers(trainer):
+    gaps = []
+
+    def watch(router, args, output):
+        scores = output[2]
+        scores = scores.to_local() if isinstance(scores, DTensor) else scores
+        top = scores.detach().float().topk(router.top_k + 1, dim=-1).values
+        gaps.append((top[..., -2] - top[..., -1]).min().item())
+
+    for part in trainer.model_parts:
+        for name, module in part.named_modules():
+            if name.endswith("router"):
+                module.register_forward_hook(watch)
+    return gaps
+
+
+def largest_error(gradients, reference):
+    """The parameter whose gradient is furthest off, and by how much (norm ratio)."""
+    assert gradients.keys() == reference.keys()
+    errors = {n: ((g - reference[n]).norm() / reference[n].norm()).item() for n, g in gradients.items()}
+    worst = max(errors, key=errors.get)
+    return worst, errors[worst]
+
+
+def all_finite(tensors):
+    return all(torch.isfinite(x).all() for x in tensors)

@@ -1,0 +1,384 @@
+"""Reads a TOML file and a command line into TorchTitan's `Trainer.Config`.
+
+TorchTitan 0.3 is configured by Python functions. Here a run is a file, `[section] key = value`, in
+TorchTitan's own field names, and the command line changes single keys. Later wins: the defaults of the
+model's flavor, the file, the command line. Names and values are checked against TorchTitan's dataclasses
+before any process group or weight exists, and nothing is silently ignored: that a misspelt key became the
+default is why TOML left TorchTitan (its pull request 2386).
+"""
+
+import importlib
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import fields, is_dataclass, replace
+from functools import partial, reduce, singledispatch
+from operator import or_
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+import tyro
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    MemoryBudgetAC,
+    SelectiveAC,
+)
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.trainer import Trainer
+
+from titan_gdn import models
+from titan_gdn.given import ConfigError, Given, converted, one_of, read
+from titan_gdn.layers.linear_attention import LinearAttentionConfig
+from titan_gdn.text_files import TextFilesDataLoader, list_files
+
+__all__ = ["ConfigError", "LinearAttentionConfig", "check", "load_config"]
+
+_OURS = ("job", "model", "linear_attention")
+_SECTIONS = (
+    "dataloader training optimizer lr_scheduler parallelism activation_checkpoint compile checkpoint "
+    "metrics profiler validator comm debug"
+).split()
+_ALIASES = {"profiling": "profiler"}  # its name in TorchTitan 0.2, with the same keys
+
+_POLICIES = {
+    "none": NoneType,
+    "selective": SelectiveAC.Config,
+    "full": FullAC.Config,
+    "memory_budget": MemoryBudgetAC.Config,
+}
+# Not DistMuon: it needs Python objects (its buckets and shardings) that no file can hold.
+_OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+_OPTIMIZER_NAME = Literal[tuple(_OPTIMIZERS)]
+
+# Fields that TorchTitan annotates as more than it understands. Of these, it ignores what it does not.
+_NARROWER: dict[str, Any] = {
+    "components": list[Literal["model", "loss"]],
+    "context_parallel_load_balancer": Literal["headtail", "ptrr"] | None,
+    "determinism_check": Literal["default", "none"],
+    "exclude_from_loading": list[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]],
+    "optimizer_factory_kwargs_by_name": dict[_OPTIMIZER_NAME, dict[str, Any]],
+}
+
+
+def load_config(argv: list[str], world_size: int) -> Trainer.Config:
+    """The configuration of a run, from `--job.config_file FILE.toml [--section.key value ...]`.
+
+    The sections are `[job]` (`dump_folder`; `description`, a string for who reads the file, dropped here),
+    `[model]` (`name`, `flavor`, `hf_assets_path`, and `[model.overrides]`, arguments of the flavor's
+    builder), `[linear_attention]`, and those of `Trainer.Config` by their names. `[optimizer]` also takes
+    `name` and the optimizer's own arguments (`lr`, `weight_decay`, ...) for all parameter groups, and
+    `[activation_checkpoint]` a `mode`. In file and command line alike, "none" is the value None.
+
+    Args:
+        argv: The command line without the program's name. `--help` prints the usage and exits.
+        world_size: Number of ranks.
+
+    Raises:
+        ConfigError: The command line, the file, a name or a value is wrong, or they do not go together.
+    """
+    root = read(argv)
+    sections = dict(root.table)
+    for name, table in sections.items():
+        if name not in (*_OURS, *_SECTIONS, *_ALIASES):
+            raise table.unknown([*_OURS, *_SECTIONS])
+    job, model, linear_attention = (sections.pop(name, Given({}, root.source, (name,))) for name in _OURS)
+
+    config = _defaults(model, linear_attention)
+    changes = _values(job.table, {"dump_folder": str, "description": str})
+    changes.pop("description", None)
+    for name, table in sections.items():
+        field = _ALIASES.get(name, name)
+        if field in changes:
+            raise table.error(f"[{name}] and [{field}] are the same section: write one of them")
+        changes[field] = _configured(getattr(config, field), table)
+    config = _built(root, replace, config, **changes)
+    try:
+        check(config, world_size)
+    except ConfigError as error:
+        raise root.error(str(error)) from error
+    return config
+
+
+def _defaults(model: Given, linear_attention: Given) -> Trainer.Config:
+    """What the authors of the flavor chose, but for the overrides of its builder."""
+    own = {key: given for key, given in model.table.items() if key != "overrides"}
+    own = _values(own, {"name": str, "flavor": str, "hf_assets_path": str}, also=["overrides"])
+    package = models.load(_required(model, "name", models.MODELS))
+    flavor = _required(model, "flavor", package.flavors)
+    overrides = model.table.get("overrides", Given({}, model.source, ("model", "overrides")))
+    registry = importlib.import_module(f"{package.__name__}.config_registry")
+    config = _built(
+        model,
+        registry.trainer_config,
+        flavor,
+        linear_attention=_configured(LinearAttentionConfig(), linear_attention),
+        **_values(overrides.table, _arguments(package.flavors[flavor])),
+    )
+    return replace(config, hf_assets_path=own.get("hf_assets_path", config.hf_assets_path))
+
+
+def _required(table: Given, key: str, possible: Iterable[str]) -> str:
+    if key not in table.table:
+        raise table.error(f"{key} is missing. Possible: {', '.join(possible)}.")
+    return converted(table.table[key], Literal[tuple(possible)])
+
+
+def _values(
+    table: dict[str, Given], annotations: dict[str, Any], also: Collection[str] = ()
+) -> dict[str, Any]:
+    """The values of `table`, converted. An error for another name lists the names `also` as well."""
+    for name, given in table.items():
+        if name not in annotations:
+            raise given.unknown([*also, *annotations])
+    return {name: converted(given, annotations[name]) for name, given in table.items()}
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    """Names and annotations of the arguments that `function` takes by name."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    return {parameter.name: parameter.annotation for parameter in parameters if parameter.kind in by_name}
+
+
+def _fields(config: type) -> dict[str, Any]:
+    """Names and annotations of the fields that a file may set; those hidden from tyro hold Python objects."""
+    hints = get_type_hints(config, include_extras=True)
+    return {
+        field.name: _NARROWER.get(field.name, hints[field.name])
+        for field in fields(config)
+        if tyro.conf.Suppress not in getattr(hints[field.name], "__metadata__", ())
+    }
+
+
+def _built(table: Given, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`build(...)`, whose complaints (TorchTitan's own checks among them) name `table`."""
+    try:
+        return build(*args, **kwargs)
+    except (ValueError, AssertionError) as error:
+        raise table.error(str(error) or repr(error)) from error
+
+
+@singledispatch
+def _configured(current: Any, table: Given) -> Any:
+    """`current`, the dataclass of a section, with the changes of `table`."""
+    return _replaced(current, table)
+
+
+def _replaced(current: Any, table: Given, handled: Collection[str] = (), **changes: Any) -> Any:
+    """`current` with `changes` and the fields that `table` names but those `handled`, set all in one."""
+    annotations = _fields(type(current))
+    for name, given in table.table.items():
+        if name in handled:
+            continue
+        if name not in annotations:
+            raise given.unknown([*handled, *annotations])
+        value = getattr(current, name)
+        # A section by its value, not its annotation: all data loaders are annotated as their base class.
+        nested = is_dataclass(value)
+        changes[name] = _configured(value, given) if nested else converted(given, annotations[name])
+    return _built(table, replace, current, **changes)
+
+
+@_configured.register(NoneType)
+@_configured.register(ActivationCheckpointing.Config)
+def _activation_checkpoint(
+    current: ActivationCheckpointing.Config | None, table: Given
+) -> ActivationCheckpointing.Config | None:
+    if mode := table.table.get("mode"):
+        policy = _POLICIES[converted(mode, Literal[tuple(_POLICIES)])]
+        current = current if isinstance(current, policy) else policy()
+    if current is not None:
+        return _replaced(current, table, handled=["mode"])
+    for name, given in table.table.items():
+        if name != "mode":
+            raise given.unknown(["mode"])
+    return None
+
+
+@_configured.register
+def _dataloader(current: BaseDataLoader.Config, table: Given) -> BaseDataLoader.Config:
+    if dataset := table.table.get("dataset"):
+        ours = converted(dataset, Literal["text_files", *DATASETS]) == "text_files"
+        loader = TextFilesDataLoader.Config if ours else HuggingFaceTextDataLoader.Config
+        if not isinstance(current, loader):
+            # A validation that reads its data once reads other data once, too.
+            current = loader(infinite=getattr(current, "infinite", True))
+    return _replaced(current, table)
+
+
+@_configured.register
+def _optimizer(current: OptimizersContainer.Config, table: Given) -> OptimizersContainer.Config:
+    own = _fields(type(current))
+    shorthand = {name: given for name, given in table.table.items() if name not in own}
+    if array := table.table.get("param_groups"):
+        for given in shorthand.values():
+            raise given.error("[[optimizer.param_groups]] replaces all groups: say this in each of them")
+        if not isinstance(array.value, list) or not all(isinstance(item, Given) for item in array.value):
+            raise array.error("expected an array of tables in the file, [[optimizer.param_groups]]")
+        groups = [_param_group(item) for item in array.value]
+    else:
+        groups = _changed_groups(current.param_groups, shorthand, also=own)
+    for group in groups:  # the optimizer itself knows which rates and betas there are
+        _built(table, _OPTIMIZERS[group.optimizer_name], [torch.zeros(1)], **group.optimizer_kwargs)
+    return _replaced(current, table, handled=["param_groups", *shorthand], param_groups=groups)
+
+
+def _changed_groups(
+    groups: list[ParamGroupConfig], shorthand: dict[str, Given], also: Collection[str]
+) -> list[ParamGroupConfig]:
+    """`groups` with the optimizer's name and arguments as `shorthand` has them.
+
+    A weight decay leaves alone the groups without any, those of the norms and the decay rates.
+    """
+    if shorthand and not groups:
+        first = next(iter(shorthand.values()))
+        raise first.error("this flavor has no parameter groups; write [[optimizer.param_groups]]")
+    changes = dict(shorthand)
+    name = changes.pop("name", None) and converted(shorthand["name"], _OPTIMIZER_NAME)
+    kwargs = _values(changes, _optimizer_kwargs(name or "AdamW"), also=["name", *also])
+    decays = [group.optimizer_kwargs.get("weight_decay") != 0 for group in groups]
+    if "weight_decay" in kwargs and not any(decays):
+        raise changes["weight_decay"].error(
+            "no group of this flavor decays; write [[optimizer.param_groups]]"
+        )
+    undecayed = {key: value for key, value in kwargs.items() if key != "weight_decay"}
+    return [
+        replace(
+            group,
+            optimizer_name=name or group.optimizer_name,
+            optimizer_kwargs=group.optimizer_kwargs | (kwargs if decay else undecayed),
+        )
+        for group, decay in zip(groups, decays, strict=True)
+    ]
+
+
+def _param_group(table: Given) -> ParamGroupConfig:
+    """One of `[[optimizer.param_groups]]`, complete in itself."""
+    given = table.table
+    group = _values(given, _fields(ParamGroupConfig) | {"optimizer_name": _OPTIMIZER_NAME})
+    for name in _fields(ParamGroupConfig):
+        if name not in group:
+            raise table.error(f"{name} is missing")
+    kwargs = _values(given["optimizer_kwargs"].table, _optimizer_kwargs(group["optimizer_name"]))
+    if "lr" not in kwargs:
+        raise given["optimizer_kwargs"].error("lr is missing; a group takes nothing from [optimizer]")
+    try:
+        re.compile(group["pattern"])
+    except re.error as error:
+        raise given["pattern"].error(f"expected a regular expression: {error}") from None
+    return ParamGroupConfig(**group | {"optimizer_kwargs": kwargs})
+
+
+def _optimizer_kwargs(name: str) -> dict[str, Any]:
+    arguments = _arguments(partial(_OPTIMIZERS[name], None))  # all but the first, the parameters
+    return {key: _without_tensors(annotation) for key, annotation in arguments.items()}
+
+
+def _without_tensors(annotation: Any) -> Any:
+    """`float | Tensor` as `float`, at any depth: no file can hold a tensor."""
+    kind = get_origin(annotation)
+    if kind is None:
+        return annotation
+    args = [_without_tensors(option) for option in get_args(annotation) if option is not torch.Tensor]
+    return reduce(or_, args) if kind in (Union, UnionType) else kind[tuple(args)]
+
+
+def check(config: Trainer.Config, world_size: int) -> None:
+    """Checks what can be known before a run begins, the model's own conditions among it.
+
+    Raises:
+        ConfigError: The degrees do not make `world_size`, a batch or a sequence does not divide, a folder or
+            data is not there, or something is not supported (yet).
+    """
+    _check_degrees(config.parallelism, world_size)
+    _check_sizes(config, world_size)
+    backend, backends = config.compile.backend, torch._dynamo.list_backends(exclude_tags=())
+    if config.compile.enable and backend not in backends:
+        raise ConfigError(f'[compile] backend = "{backend}" is unknown.{one_of(backend, backends)}')
+    if not os.path.exists(config.hf_assets_path):
+        raise ConfigError(f'[model] hf_assets_path = "{config.hf_assets_path}": there is no such folder')
+    _check_data("dataloader", config.dataloader)
+    if config.validator.enable:
+        _check_data("validator.dataloader", config.validator.dataloader)
+    try:
+        config.model_spec.model.check(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> None:
+    """TorchTitan's rule (`ParallelDims`), in words, and what is not supported yet."""
+    degrees = {
+        f"{name}_degree": getattr(parallelism, f"{name}_degree")
+        for name in (
+            "data_parallel_replicate",
+            "data_parallel_shard",
+            "context_parallel",
+            "tensor_parallel",
+            "pipeline_parallel",
+            "expert_parallel",
+        )
+    }
+    for name, degree in degrees.items():
+        least = ", or -1 for all ranks that are left" if name == "data_parallel_shard_degree" else ""
+        if degree < 1 and not (least and degree == -1):
+            raise ConfigError(f"[parallelism] {name} = {degree}: expected at least 1{least}")
+        if degree > 1 and name.startswith(("context", "pipeline", "expert")):
+            parallel = name.replace("_", " ").replace("parallel degree", "parallelism")
+            raise ConfigError(
+                f"[parallelism] {name} = {degree}: {parallel} is not supported yet; set it to 1"
+            )
+    if parallelism.spmd_backend == "full_dtensor":
+        raise ConfigError(
+            '[parallelism] spmd_backend = "full_dtensor" is not supported yet. '
+            "Possible: spmd_types, partial_dtensor."
+        )
+    if parallelism.context_parallel_load_balancer == "ptrr":
+        raise ConfigError(
+            '[parallelism] context_parallel_load_balancer = "ptrr" is not supported, for its order of the '
+            "tokens depends on the data. Possible: headtail, none."
+        )
+    del degrees["expert_parallel_degree"]  # its ranks are those of the others
+    listed = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
+    shard = degrees["data_parallel_shard_degree"]
+    others = math.prod(degrees.values()) // shard
+    if others * (world_size // others if shard == -1 else shard) != world_size:
+        rest = " (-1: all ranks that are left)" if shard == -1 else ""
+        raise ConfigError(f"[parallelism] {listed} does not make WORLD_SIZE {world_size}{rest}")
+
+
+def _check_sizes(config: Trainer.Config, world_size: int) -> None:
+    training, parallelism = config.training, config.parallelism
+    for key in ("local_batch_size", "seq_len", "steps"):
+        if (value := getattr(training, key)) < 1:
+            raise ConfigError(f"[training] {key} = {value}: expected at least 1")
+    tp = parallelism.tensor_parallel_degree
+    if parallelism.enable_sequence_parallel and training.seq_len % tp:
+        raise ConfigError(
+            f"[training] seq_len = {training.seq_len}: expected a multiple of [parallelism] "
+            f"tensor_parallel_degree = {tp}, by which sequence parallelism divides it, or "
+            "enable_sequence_parallel = false"
+        )
+    dp = world_size // (tp * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree)
+    total, step = training.global_batch_size, training.local_batch_size * dp
+    if total != -1 and (total < 1 or total % step):
+        raise ConfigError(
+            f"[training] global_batch_size = {total}: expected a multiple of {step} (local_batch_size = "
+            f"{training.local_batch_size} times {dp} data-parallel ranks), or -1 for {step}"
+        )
+
+
+def _check_data(section: str, loader: BaseDataLoader.Config) -> None:
+    if loader.dataset != "text_files":
+        return  # TorchTitan finds out when it downloads
+    try:
+        list_files(loader.dataset_path)
+    except ValueError as error:
+        raise ConfigError(f"[{section}] {error}") from error

@@ -1,0 +1,147 @@
+"""The softmax attention of Qwen3-Next: an output gate, zero-centred norms of q and k, partial rotary.
+
+Shape suffixes: B batch, L sequence, D model width, N query heads, M key-value heads, H head width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common import Linear
+from torchtitan.models.common.attention import AttentionMasksType, BaseAttention, local_head_split
+from torchtitan.protocols.module import Module
+
+from titan_gdn.layers.norms import ZeroCentredRMSNorm
+from titan_gdn.layers.rotary import PartialRotary
+from titan_gdn.ops import document_attention
+from titan_gdn.parallel.sequence import SequenceLayout
+
+
+class DocumentAttention(Module):
+    """Inner attention where FlexAttention has no backward: masked, block by block, on local tensors."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        scale: float,
+        sequence: SequenceLayout,
+        **_: object,
+    ) -> torch.Tensor:
+        """As `titan_gdn.ops.document_attention`; what only FlexAttention wants is ignored."""
+        return document_attention(q_BLNH, k_BLNH, v_BLNH, scale, sequence.cu_seqlens_cpu)
+
+
+class KeyValueLinear(Linear):
+    """Projects to the key-value heads that this TP rank's query heads need.
+
+    While the heads divide by `tp` this is a column-parallel linear. Where `tp` exceeds them, the weight
+    is replicated over TP, each rank projects to the one head its queries share, and the gradient of the
+    weight is summed over TP.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        n_heads: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.n_heads = config.n_heads
+        self.rows: slice | None = None
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """Choose the head of this rank, then as any `Module`."""
+        tp_mesh = parallel_dims.get_optional_mesh("tp")
+        if tp_mesh is not None and tp_mesh.size() > self.n_heads:
+            head = tp_mesh.get_local_rank() * self.n_heads // tp_mesh.size()
+            width = self.out_features // self.n_heads
+            self.rows = slice(head * width, (head + 1) * width)
+        super().parallelize(parallel_dims)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`[B, L, D]` to the heads of this rank, `[B, L, heads * H]`."""
+        if self.rows is None:
+            return super().forward(input)
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local(grad_placements=[Partial()])
+        return F.linear(input, weight[self.rows])
+
+
+class GatedAttention(BaseAttention):
+    """Full attention with `sigmoid` output gate.
+
+    `wq` projects, head by head, to the query and then its gate. Key-value heads have a name of their own
+    in the `Config`, because TorchTitan's decoder refuses `tp` above a field named `n_kv_heads`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseAttention.Config):
+        n_heads: int
+        n_key_value_heads: int
+        head_dim: int
+        rope: PartialRotary.Config
+        wq: Linear.Config
+        wk: KeyValueLinear.Config
+        wv: KeyValueLinear.Config
+        wo: Linear.Config
+        q_norm: ZeroCentredRMSNorm.Config
+        k_norm: ZeroCentredRMSNorm.Config
+        inner_attention: Module.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.enable_gqa = config.n_heads > config.n_key_value_heads
+        self.wq = config.wq.build()
+        self.wk = config.wk.build()
+        self.wv = config.wv.build()
+        self.wo = config.wo.build()
+        self.rope = config.rope.build()
+        self.q_norm = config.q_norm.build()
+        self.k_norm = config.k_norm.build()
+        self.inner_attention = config.inner_attention.build()
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        attention_masks: AttentionMasksType | None,
+        positions: torch.Tensor | None,
+        sequence: SequenceLayout,
+    ) -> torch.Tensor:
+        """Attend inside documents.
+
+        Args:
+            x_BLD: `[B, L, D]` hidden states.
+            attention_masks: the block mask of FlexAttention; `DocumentAttention` needs none.
+            positions: `[B, L]` positions inside documents.
+            sequence: the documents of this forward.
+
+        Returns:
+            `[B, L, D]`.
+        """
+        q_BLNH, gate_BLNH = local_head_split(self.wq(x_BLD), 2 * self.head_dim).chunk(2, -1)
+        k_BLMH = local_head_split(self.wk(x_BLD), self.head_dim)
+        v_BLMH = local_head_split(self.wv(x_BLD), self.head_dim)
+        q_BLNH, k_BLMH = self.rope(self.q_norm(q_BLNH), self.k_norm(k_BLMH), positions)
+        out_BLNH = self.inner_attention(
+            q_BLNH,
+            k_BLMH,
+            v_BLMH,
+            attention_masks=attention_masks,
+            scale=self.head_dim**-0.5,
+            enable_gqa=self.enable_gqa,
+            sequence=sequence,
+        )
+        return self.wo((out_BLNH * gate_BLNH.sigmoid()).flatten(2))

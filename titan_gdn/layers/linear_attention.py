@@ -1,0 +1,13 @@
+"""How the linear attention layers of a model are run: the TOML section `[linear_attention]`."""
+
+from dataclasses import dataclass
+
+from titan_gdn.ops.gated_delta_rule import Backend
+
+
+@dataclass(kw_only=True, slots=True)
+class LinearAttentionConfig:
+    """Settings that every linear attention layer of a run shares."""
+
+    kernel: Backend = "auto"
+    """Backend of the rule: FLA's Triton kernels, PyTorch, or "auto": FLA on a GPU, PyTorch elsewhere."""

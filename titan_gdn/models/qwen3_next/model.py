@@ -1,0 +1,171 @@
+"""Qwen3-Next: Gated DeltaNet and gated attention, 3 to 1, over dense or sparse feed-forwards.
+
+Reference: `transformers`, `models/qwen3_next/modeling_qwen3_next.py`.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torchtitan.models.common import FeedForward
+from torchtitan.models.common.attention import AttentionMasksType
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.protocols.module import Module
+
+from titan_gdn.layers.gated_attention import GatedAttention
+from titan_gdn.layers.gated_delta_net import Decay, GatedDeltaNet
+from titan_gdn.layers.norms import ZeroCentredRMSNorm
+from titan_gdn.models.qwen3_next.sharding import set_sharding
+from titan_gdn.parallel.sequence import SequenceLayout
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+
+class Qwen3NextBlock(Module):
+    """A layer: linear or full attention, then a dense or sparse feed-forward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        linear_attention: GatedDeltaNet.Config | None = None
+        attention: GatedAttention.Config | None = None
+        feed_forward: FeedForward.Config | None = None
+        moe: MoE.Config | None = None
+        attention_norm: ZeroCentredRMSNorm.Config
+        ffn_norm: ZeroCentredRMSNorm.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.linear_attention = config.linear_attention.build() if config.linear_attention else None
+        self.attention = config.attention.build() if config.attention else None
+        self.feed_forward = config.feed_forward.build() if config.feed_forward else None
+        self.moe = config.moe.build() if config.moe else None
+        self.moe_enabled = config.moe is not None
+        self.attention_norm = config.attention_norm.build()
+        self.ffn_norm = config.ffn_norm.build()
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        attention_masks: AttentionMasksType | None,
+        positions: torch.Tensor | None,
+        decay: tuple[torch.Tensor, torch.Tensor] | None,
+        *,
+        sequence: SequenceLayout,
+    ) -> torch.Tensor:
+        """`[B, L, D]` to `[B, L, D]`; `decay` is what this layer's `Decay` returned, if it has one."""
+        h_BLD = self.attention_norm(x_BLD)
+        if self.linear_attention is not None:
+            h_BLD = self.linear_attention(h_BLD, decay, sequence)
+        else:
+            h_BLD = self.attention(h_BLD, attention_masks, positions, sequence)
+        x_BLD = x_BLD + h_BLD
+        feed_forward = self.moe if self.moe_enabled else self.feed_forward
+        return x_BLD + feed_forward(self.ffn_norm(x_BLD))
+
+
+class Qwen3NextModel(Decoder):
+    """The decoder. Documents are told apart by `positions`: 0 begins one."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        @property
+        def max_seq_len(self) -> int:
+            """Tokens that the rotary embedding reaches; the linear layers have no limit."""
+            return self.first_attention.rope.max_seq_len if self.first_attention else sys.maxsize
+
+        def linear_layers(self) -> list[GatedDeltaNet.Config]:
+            """The Gated DeltaNet layers in order."""
+            return [layer.linear_attention for layer in self.layers if layer.linear_attention is not None]
+
+        def check(self, config: "Trainer.Config") -> None:
+            """Refuse the run that cannot be, before anything is built.
+
+            Raises:
+                ValueError: heads that TP does not divide, or a sequence beyond the rotary embedding.
+            """
+            tp, seq_len = config.parallelism.tensor_parallel_degree, config.training.seq_len
+            linear, attention = next(iter(self.linear_layers()), None), self.first_attention
+            heads = {"key heads of Gated DeltaNet": linear.n_key_heads} if linear else {}
+            if attention:
+                heads["query heads of the full attention"] = attention.n_heads
+            for name, count in heads.items():
+                if count % tp:
+                    raise ValueError(
+                        f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; "
+                        f"possible are {_divisors(list(heads.values()))}"
+                    )
+            if attention and tp % attention.n_key_value_heads and attention.n_key_value_heads % tp:
+                raise ValueError(
+                    f"parallelism.tensor_parallel_degree = {tp} and the {attention.n_key_value_heads} key-value "
+                    "heads of the full attention: one must divide the other"
+                )
+            if seq_len > self.max_seq_len:
+                raise ValueError(
+                    f"training.seq_len = {seq_len} exceeds the {self.max_seq_len} tokens of the rotary embedding; "
+                    "shorten it, or lengthen model.overrides.context_length, or extend it by model.overrides.yarn_factor"
+                )
+
+        def update_from_config(self, *, config: "Trainer.Config", **kwargs: object) -> None:
+            """Complete the configuration with what the run says (called by TorchTitan's trainer)."""
+            parallelism = config.parallelism
+            self.check(config)
+            # `super()` would not find it: the dataclass decorator with slots makes a new class.
+            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            set_sharding(
+                self,
+                tp=parallelism.tensor_parallel_degree,
+                enable_sp=parallelism.enable_sequence_parallel,
+                enable_ep=parallelism.expert_parallel_degree > 1,
+            )
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """Parameters, and floating point operations a token of forward and backward.
+
+            Softmax attention grows with the sequence, the recurrence does not: it costs three products
+            with a `[K, V]` state per value head and token (recall, write, read), forward, and twice
+            that backward. As in TorchTitan, causality is not counted.
+            """
+            attention = self.first_attention
+            heads, widths = (attention.n_heads, 2 * attention.head_dim) if attention else (0, 0)
+            nparams, flops = get_moe_model_nparams_and_flops(self, model, heads, widths, seq_len)
+            for layer in self.linear_layers():
+                flops += 3 * 3 * 2 * layer.n_value_heads * layer.mixer.key_head_dim * layer.mixer.value_head_dim
+            return nparams, flops
+
+    def decays(self) -> Iterator[Decay]:
+        """The decay modules of this model part's layers, in order."""
+        return (layer.linear_attention.decay for layer in self.layers.values() if layer.linear_attention is not None)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_masks: AttentionMasksType | None = None,
+    ) -> torch.Tensor:
+        """Logits of every token (hidden states, where the loss applies the head itself).
+
+        Args:
+            tokens: `[B, L]` token ids.
+            positions: `[B, L]` positions inside documents, 0 beginning one. Without, every row is one.
+            attention_masks: the block mask of FlexAttention, built by the trainer.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+        sequence = SequenceLayout.from_positions(positions)
+        decays = iter([decay() for decay in self.decays()])
+        h_BLD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        for layer in self.layers.values():
+            decay = next(decays) if layer.linear_attention is not None else None
+            h_BLD = layer(h_BLD, attention_masks, positions, decay, sequence=sequence)
+        h_BLD = self.norm(h_BLD) if self.norm is not None else h_BLD
+        return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
+
+
+def _divisors(counts: list[int]) -> str:
+    return ", ".join(str(tp) for tp in range(1, min(counts) + 1) if not any(count % tp for count in counts))

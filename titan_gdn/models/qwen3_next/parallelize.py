@@ -1,0 +1,72 @@
+"""The order in which techniques are applied to Qwen3-Next."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
+
+if TYPE_CHECKING:
+    from titan_gdn.models.qwen3_next.model import Qwen3NextModel
+
+
+def parallelize_qwen3_next(
+    model: "Qwen3NextModel",
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
+    dump_folder: str,
+) -> "Qwen3NextModel":
+    """Tensor parallelism, activation checkpointing, compilation, FSDP2; on the meta device, in place."""
+    if parallelism.spmd_backend == "spmd_types" or parallel_dims.tp_enabled:
+        model.parallelize(parallel_dims)
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+
+    if parallelism.spmd_backend == "spmd_types":
+        mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
+    else:
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        mesh, mesh_dims = parallel_dims.get_mesh(names), None
+    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+    decays = list(model.decays())
+    if decays:
+        # One float32 unit for the decays of all layers, called before the blocks: `param_dtype` would
+        # round them, a nested unit in each block would break its graph. It is small: never resharded.
+        fully_shard(
+            decays,
+            mesh=mesh,
+            reshard_after_forward=False,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=torch.float32, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+            ),
+            **({"dp_mesh_dims": mesh_dims} if mesh_dims is not None else {}),
+            **({"offload_policy": CPUOffloadPolicy()} if training.enable_cpu_offload else {}),
+        )
+    apply_fsdp_to_decoder(
+        model,
+        mesh,
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=reduce_dtype,
+        pp_enabled=parallel_dims.pp_enabled,
+        cpu_offload=training.enable_cpu_offload,
+        reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+        dp_mesh_dims=mesh_dims,
+        enable_symm_mem=parallelism.enable_fsdp_symm_mem,
+    )
+    if mesh.device_type == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # gloo has no reduction with a factor, which FSDP uses otherwise.
+                module.set_force_sum_reduction_for_comms(True)
+    return model

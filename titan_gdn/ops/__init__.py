@@ -1,0 +1,7 @@
+"""Pure functions on local tensors. Importing them imports neither TorchTitan nor FLA."""
+
+from titan_gdn.ops.causal_conv1d import causal_conv1d
+from titan_gdn.ops.document_attention import document_attention
+from titan_gdn.ops.gated_delta_rule import chunk_gated_delta_rule
+
+__all__ = ["causal_conv1d", "chunk_gated_delta_rule", "document_attention"]

@@ -1,0 +1,148 @@
+"""Causal softmax attention inside packed documents, for machines on which FlexAttention has no backward.
+
+Blocks of queries against the keys of their documents: memory is one block's scores, linear in the
+sequence, and the backward forms the scores again.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+QUERIES = 128
+"""Queries a block."""
+
+
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, cu_seqlens_cpu: Tensor | None = None
+) -> Tensor:
+    """Attend to the past of the own document.
+
+    Args:
+        q: `[B, T, N, H]` queries.
+        k: `[B, T, M, H]` keys; `M` divides `N`, key head `m` serves query heads `m*N/M` onwards.
+        v: `[B, T, M, V]` values.
+        scale: factor of the scores, `H ** -0.5` by default.
+        cu_seqlens_cpu: `[D + 1]` offsets of the documents in the folded sequence `[B*T]`, on the CPU.
+            Without, every row is a document.
+
+    Returns:
+        `[B, T, N, V]` in the dtype of `q`; computed in float32, or float64 for float64 inputs.
+    """
+    if cu_seqlens_cpu is None:
+        cu_seqlens_cpu = torch.arange(q.shape[0] + 1) * q.shape[1]
+    return attention_forward(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, cu_seqlens_cpu)[0]
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _blocks(cu_seqlens_cpu: Tensor, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Query range, key range, and `[queries, keys]` where a query must not look, block by block."""
+    length = int(cu_seqlens_cpu[-1])
+    starts = cu_seqlens_cpu[:-1].repeat_interleave(cu_seqlens_cpu.diff())
+    first_keys = starts[::QUERIES].tolist()
+    starts = starts.to(device)
+    for first, low in zip(range(0, length, QUERIES), first_keys, strict=True):
+        high = min(first + QUERIES, length)
+        query = torch.arange(first, high, device=device)[:, None]
+        key = torch.arange(low, high, device=device)
+        yield slice(first, high), slice(low, high), (key > query) | (key < starts[first:high, None])
+
+
+def _heads_first(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Some tokens of `[tokens, M, G, width]` as `[M, G, rows, width]`."""
+    return x[rows].to(dtype).permute(1, 2, 0, 3)
+
+
+def _fold(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`[tokens, M, G, width]`, with `G` query heads a key head (1 for `k` and `v`)."""
+    return q.flatten(0, 1).unflatten(1, (k.shape[2], -1)), k.flatten(0, 1).unsqueeze(2), v.flatten(0, 1).unsqueeze(2)
+
+
+@torch.library.custom_op("titan_gdn::document_attention", mutates_args=())
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens_cpu: Tensor) -> tuple[Tensor, Tensor]:
+    """Output `[B, T, N, V]` and the logarithm of each query's sum of exponentials `[B*T, M, G]`."""
+    dtype = _compute_dtype(q)
+    q_TMGH, k_TM1H, v_TM1V = _fold(q, k, v)
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    lse = q.new_empty(q_TMGH.shape[:3], dtype=dtype)
+    out_TMGV = out.view(*q_TMGH.shape[:3], -1)
+    for rows, keys, hidden in _blocks(cu_seqlens_cpu, q.device):
+        scores = _scores(q_TMGH, k_TM1H, rows, keys, hidden, scale, dtype)
+        lse_MGr = scores.logsumexp(-1)
+        values = _heads_first(v_TM1V, keys, dtype)
+        out_MGrV = _matmul(scores.sub_(lse_MGr.unsqueeze(-1)).exp_(), values)
+        out_TMGV[rows] = out_MGrV.permute(2, 0, 1, 3).to(out.dtype)
+        lse[rows] = lse_MGr.permute(2, 0, 1)
+    return out, lse
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`[M, G, r, x] @ [M, 1, x, y]`, the `G` heads as further rows, so that `b` is not repeated."""
+    return (a.flatten(1, 2) @ b.squeeze(1)).unflatten(1, a.shape[1:3])
+
+
+def _scores(
+    q_TMGH: Tensor, k_TM1H: Tensor, rows: slice, keys: slice, hidden: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    scores = _matmul(_heads_first(q_TMGH, rows, dtype), _heads_first(k_TM1H, keys, dtype).mT)
+    return scores.mul_(scale).masked_fill_(hidden, -torch.inf)
+
+
+@attention_forward.register_fake
+def _(q, k, v, scale, cu_seqlens_cpu):  # noqa: ANN001, ANN202
+    batch, length, heads, _ = q.shape
+    lse = q.new_empty(batch * length, k.shape[2], heads // k.shape[2], dtype=_compute_dtype(q))
+    return q.new_empty(batch, length, heads, v.shape[-1]), lse
+
+
+@torch.library.custom_op("titan_gdn::document_attention_backward", mutates_args=())
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens_cpu: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `q`, `k` and `v`."""
+    dtype = _compute_dtype(q)
+    q_TMGH, k_TM1H, v_TM1V = _fold(q, k, v)
+    out_TMGV, d_out_TMGV = (x.flatten(0, 1).unflatten(1, (k.shape[2], -1)) for x in (out, d_out))
+    dq_TMGH = torch.zeros_like(q_TMGH, memory_format=torch.contiguous_format)
+    dk_TM1H, dv_TM1V = (torch.zeros_like(x, dtype=dtype) for x in (k_TM1H, v_TM1V))
+    for rows, keys, hidden in _blocks(cu_seqlens_cpu, q.device):
+        scores = _scores(q_TMGH, k_TM1H, rows, keys, hidden, scale, dtype)
+        weights = scores.sub_(lse[rows].permute(1, 2, 0).unsqueeze(-1)).exp_()
+        do = _heads_first(d_out_TMGV, rows, dtype)
+        dv_TM1V[keys] += _sum_heads(weights, do)
+        d_weights = _matmul(do, _heads_first(v_TM1V, keys, dtype).mT)
+        mean = (do * _heads_first(out_TMGV, rows, dtype)).sum(-1, keepdim=True)
+        d_scores = d_weights.sub_(mean).mul_(weights).mul_(scale)
+        dq_TMGH[rows] = _matmul(d_scores, _heads_first(k_TM1H, keys, dtype)).permute(2, 0, 1, 3).to(q.dtype)
+        dk_TM1H[keys] += _sum_heads(d_scores, _heads_first(q_TMGH, rows, dtype))
+    return dq_TMGH.view_as(q), dk_TM1H.to(k.dtype).view_as(k), dv_TM1V.to(v.dtype).view_as(v)
+
+
+def _sum_heads(a: Tensor, b: Tensor) -> Tensor:
+    """`a^T b` summed over the heads of a group: `[M, G, r, x], [M, G, r, y] -> [x, M, 1, y]`."""
+    return (a.flatten(1, 2).mT @ b.flatten(1, 2)).transpose(0, 1).unsqueeze(2)
+
+
+@attention_backward.register_fake
+def _(q, k, v, scale, cu_seqlens_cpu, out, lse, d_out):  # noqa: ANN001, ANN202
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+    q, k, v, ctx.scale, cu_seqlens_cpu = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, cu_seqlens_cpu, *output)
+
+
+def _backward(ctx, d_out, _d_lse):  # noqa: ANN001, ANN202
+    if d_out is None:
+        return None, None, None, None, None
+    q, k, v, cu_seqlens_cpu, out, lse = ctx.saved_tensors
+    dq, dk, dv = attention_backward(q, k, v, ctx.scale, cu_seqlens_cpu, out, lse, d_out)
+    return dq, dk, dv, None, None
+
+
+attention_forward.register_autograd(_backward, setup_context=_setup_context)

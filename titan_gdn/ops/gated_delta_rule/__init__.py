@@ -1,0 +1,81 @@
+"""The gated delta rule: one signature, two backends."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from titan_gdn.ops.gated_delta_rule.fla_backend import fla_chunk_gated_delta_rule
+from titan_gdn.ops.gated_delta_rule.torch_backend import rule_forward
+
+Backend = Literal["auto", "fla", "torch"]
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Run the gated delta rule over a sequence.
+
+    Gated Delta Networks (arXiv 2412.06464), equation 10. Names, shapes and dtypes are those of
+    `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, so that one replaces the other.
+
+    Args:
+        q: `[B, T, H, K]` queries.
+        k: `[B, T, H, K]` keys, of length 1 or normalised by `use_qk_l2norm_in_kernel`.
+        v: `[B, T, HV, V]` values; `H` divides `HV`, key head `h` serves value heads `h*HV/H` onwards.
+        g: `[B, T, HV]` natural logarithm of the decay, at most 0, float32.
+        beta: `[B, T, HV]` strength of the write, in (0, 1).
+        scale: factor of the queries, `K ** -0.5` by default.
+        initial_state: `[N, HV, K, V]` a state per document, zeros by default.
+        output_final_state: return the final states.
+        use_qk_l2norm_in_kernel: normalise `q` and `k` to length 1 (epsilon 1e-6 inside the sum).
+        cu_seqlens: `[N + 1]` offsets of packed documents; needs `B = 1`. Without, every row is a document.
+        cu_seqlens_cpu: the same on the CPU, which saves a host transfer.
+        backend: "fla" (Triton, GPU), "torch" (any device), or "auto": "fla" for tensors on a GPU.
+
+    Returns:
+        `[B, T, HV, V]` output in the dtype of `q`, and `[N, HV, K, V]` float32 states or None. The
+        "torch" backend computes in float32, or in float64 for float64 inputs.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown backend.
+    """
+    _check(q, k, v, g, beta, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cu_seqlens is not None and cu_seqlens_cpu is None:
+        cu_seqlens_cpu = cu_seqlens.cpu()
+    if backend == "auto":
+        backend = "fla" if q.is_cuda else "torch"
+    if backend == "fla":
+        out, final_state = fla_chunk_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu, use_qk_l2norm_in_kernel
+        )
+    elif backend == "torch":
+        out, final_state, _ = rule_forward(
+            q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, use_qk_l2norm_in_kernel
+        )
+    else:
+        raise ValueError(f"backend {backend!r} is unknown; possible are 'auto', 'fla' and 'torch'")
+    return out, final_state if output_final_state else None
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> None:
+    if q.shape != k.shape or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
+        raise ValueError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must be [B, T, H, K] and v {tuple(v.shape)} "
+            "[B, T, HV, V] with H dividing HV"
+        )
+    if g.shape != v.shape[:3] or beta.shape != v.shape[:3]:
+        raise ValueError(f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be {tuple(v.shape[:3])}, as v says")
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(f"packed documents (cu_seqlens) need a batch of 1, not {q.shape[0]}: fold [B, T] to [1, B*T]")

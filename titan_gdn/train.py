@@ -1,0 +1,74 @@
+"""Train a model from a TOML file: `torchrun -m titan_gdn.train --job.config_file FILE.toml`."""
+
+import logging
+import os
+import sys
+import warnings
+
+from titan_gdn import cpu
+
+_HARMLESS = (
+    "initial_load_model_only=True has no effect",  # TorchTitan's default, nobody's doing
+    "will be overridden to",  # environment variables of NCCL, set by torchrun a moment before
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the configuration, then run TorchTitan's trainer.
+
+    Args:
+        argv: the command line, `sys.argv[1:]` by default.
+    """
+    _silence_libraries()
+    cpu.enable()
+    from torchtitan.observability import structured_logger
+    from torchtitan.tools.logging import init_logger, logger
+
+    from titan_gdn.config import ConfigError, load_config
+
+    init_logger()
+    logger.handlers[0].addFilter(lambda record: not any(text in record.getMessage() for text in _HARMLESS))
+    rank = int(os.environ.get("RANK", 0))
+    if rank != 0:
+        logger.setLevel(logging.ERROR)
+    try:
+        config = load_config(sys.argv[1:] if argv is None else argv, int(os.environ.get("WORLD_SIZE", 1)))
+    except ConfigError as error:
+        if rank == 0:
+            print(f"titan_gdn: {error}", file=sys.stderr)
+        sys.exit(2)
+    structured_logger.init_structured_logger(
+        source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
+    )
+    logger.info(f"Outputs are in {os.path.abspath(config.dump_folder)}")
+    _run(config)
+
+
+def _run(config: "Trainer.Config") -> None:  # noqa: F821 (imported late, see above)
+    import torch
+    from torchtitan.tools.logging import logger
+
+    trainer = config.build()
+    try:
+        if config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+            logger.info("Created seed checkpoint")
+        else:
+            trainer.train()
+    finally:
+        trainer.close()
+    torch.distributed.destroy_process_group()
+    logger.info(f"Outputs are in {os.path.abspath(config.dump_folder)}")
+
+
+def _silence_libraries() -> None:
+    """Hush what libraries say about each other at import and on CPUs; errors still show."""
+    warnings.filterwarnings("ignore", module=r"(torch|torchao|torchtitan|triton|spmd_types)(\.|$)")
+    # torchao registers its enums in a way that torch deprecates, on every rank.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    # DTensor advises how to lay out meshes that are not ours.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,9 @@ def run(function, world_size, *args, timeout=120):
         port = free.getsockname()[1]
         free.close()
         ranks = [
-            _server.Process(target=_rank, args=(function, args, rank, world_size, port, folder, timeout), daemon=True)
+            _server.Process(
+                target=_rank, args=(function, args, rank, world_size, port, folder, timeout), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -35,16 +37,20 @@ def run(function, world_size, *args, timeout=120):
         failed = _wait(ranks, timeout + 10)
         reports = [_read(os.path.join(folder, f"{rank}.txt")) for rank in range(world_size)]
         if failed:
-            told = "\n".join(f"--- rank {rank}: {report or 'said nothing'}" for rank, report in enumerate(reports))
+            told = "\n".join(
+                f"--- rank {rank}: {report or 'said nothing'}" for rank, report in enumerate(reports)
+            )
             raise AssertionError(f"{failed} of {world_size} ranks\n{told}")
-        return [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+        return [
+            torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)
+        ]
 
 
 def _wait(ranks, timeout):
     """Why the ranks did not all end well, or None; kills what is left."""
     end = time.monotonic() + timeout
-    while any(process.is_alive() for process in ranks) and time.monotonic() < end:
-        multiprocessing.connection.wait([p.sentinel for p in ranks if p.is_alive()], end - time.monotonic())
+    while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < end:
+        multiprocessing.connection.wait([process.sentinel for process in alive], end - time.monotonic())
         if any(process.exitcode for process in ranks):
             time.sleep(1)  # others may be about to fail with a better message
             break

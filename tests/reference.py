@@ -11,7 +11,11 @@ def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, l2norm=Fa
     if l2norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
-    bounds = [(b, s, e) for b in range(B) for s, e in ([(0, T)] if cu_seqlens is None else zip(cu_seqlens, cu_seqlens[1:]))]
+    bounds = [
+        (b, s, e)
+        for b in range(B)
+        for s, e in ([(0, T)] if cu_seqlens is None else zip(cu_seqlens, cu_seqlens[1:], strict=False))
+    ]
     out, states = torch.zeros_like(v), []
     rows = []
     for n, (b, start, end) in enumerate(bounds):
@@ -32,7 +36,7 @@ def causal_conv1d(x, weight, cu_seqlens=None):
     C = weight.shape[1]
     starts = torch.zeros(T, dtype=torch.long)
     if cu_seqlens is not None:
-        for s, e in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:]):
+        for s, e in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
             starts[s:e] = s
     rows = []
     for t in range(T):

@@ -23,7 +23,9 @@ def causal_conv1d(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None = None) -
     """
     batch, length, _ = x.shape
     if cu_seqlens is not None and batch != 1:
-        raise ValueError(f"packed documents (cu_seqlens) need a batch of 1, not {batch}: fold [B, T] to [1, B*T]")
+        raise ValueError(
+            f"packed documents (cu_seqlens) need a batch of 1, not {batch}: fold [B, T] to [1, B*T]"
+        )
     kernel = weight.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     past = F.pad(x, (0, 0, kernel - 1, 0))

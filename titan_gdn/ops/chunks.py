@@ -12,7 +12,7 @@ CHUNKS_AT_ONCE = 64
 
 
 class Piece(NamedTuple):
-    """Chunks of one step that run side by side: `[first, last)` of all chunks, `[low, high)` of the states."""
+    """Chunks of one step, which run side by side: `[first, last)` of all, with the states `[low, high)`."""
 
     first: int
     last: int

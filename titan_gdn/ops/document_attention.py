@@ -58,11 +58,17 @@ def _heads_first(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
 
 def _fold(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`[tokens, M, G, width]`, with `G` query heads a key head (1 for `k` and `v`)."""
-    return q.flatten(0, 1).unflatten(1, (k.shape[2], -1)), k.flatten(0, 1).unsqueeze(2), v.flatten(0, 1).unsqueeze(2)
+    return (
+        q.flatten(0, 1).unflatten(1, (k.shape[2], -1)),
+        k.flatten(0, 1).unsqueeze(2),
+        v.flatten(0, 1).unsqueeze(2),
+    )
 
 
 @torch.library.custom_op("titan_gdn::document_attention", mutates_args=())
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens_cpu: Tensor) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens_cpu: Tensor
+) -> tuple[Tensor, Tensor]:
     """Output `[B, T, N, V]` and the logarithm of each query's sum of exponentials `[B*T, M, G]`."""
     dtype = _compute_dtype(q)
     q_TMGH, k_TM1H, v_TM1V = _fold(q, k, v)
@@ -100,7 +106,14 @@ def _(q, k, v, scale, cu_seqlens_cpu):  # noqa: ANN001, ANN202
 
 @torch.library.custom_op("titan_gdn::document_attention_backward", mutates_args=())
 def attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens_cpu: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    cu_seqlens_cpu: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `q`, `k` and `v`."""
     dtype = _compute_dtype(q)

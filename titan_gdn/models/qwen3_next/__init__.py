@@ -107,7 +107,8 @@ def qwen3_next(
     """
     if layer_types is None:
         layer_types = [
-            "linear_attention" if (i + 1) % full_attention_interval else "full_attention" for i in range(n_layers)
+            "linear_attention" if (i + 1) % full_attention_interval else "full_attention"
+            for i in range(n_layers)
         ]
     _check(layer_types, n_layers, n_heads, n_key_value_heads, n_linear_key_heads, n_linear_value_heads)
 
@@ -135,7 +136,9 @@ def qwen3_next(
                 n_value_heads=n_linear_value_heads,
                 param_init={"A_log": _decay_rate, "dt_bias": nn.init.ones_},
             ),
-            mixer=GatedDeltaMixer.Config(key_head_dim=linear_key_head_dim, value_head_dim=linear_value_head_dim),
+            mixer=GatedDeltaMixer.Config(
+                key_head_dim=linear_key_head_dim, value_head_dim=linear_value_head_dim
+            ),
             norm=GatedRMSNorm.Config(
                 dim=linear_value_head_dim, eps=norm_eps, param_init={"weight": nn.init.ones_}
             ),
@@ -176,7 +179,9 @@ def qwen3_next(
     def feed_forward(i: int) -> dict:
         sparse = n_experts > 0 and (i + 1) % decoder_sparse_step == 0 and i not in (mlp_only_layers or [])
         if not sparse:
-            ffn = make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=_WEIGHT, w2w3_param_init=_WEIGHT)
+            ffn = make_ffn_config(
+                dim=dim, hidden_dim=hidden_dim, w1_param_init=_WEIGHT, w2w3_param_init=_WEIGHT
+            )
             return {"feed_forward": ffn}
         return {
             "moe": _moe(
@@ -191,7 +196,11 @@ def qwen3_next(
         }
 
     def layer(i: int, kind: str) -> Qwen3NextBlock.Config:
-        mix = {"attention": attention()} if kind == "full_attention" else {"linear_attention": linear_attention()}
+        mix = (
+            {"attention": attention()}
+            if kind == "full_attention"
+            else {"linear_attention": linear_attention()}
+        )
         return Qwen3NextBlock.Config(attention_norm=norm(dim), ffn_norm=norm(dim), **mix, **feed_forward(i))
 
     return Qwen3NextModel.Config(
@@ -219,7 +228,9 @@ def _moe(
     norm_topk_prob: bool,
     load_balance_coeff: float | None,
 ) -> object:
-    shared = make_ffn_config(dim=dim, hidden_dim=shared_hidden_dim, w1_param_init=_WEIGHT, w2w3_param_init=_WEIGHT)
+    shared = make_ffn_config(
+        dim=dim, hidden_dim=shared_hidden_dim, w1_param_init=_WEIGHT, w2w3_param_init=_WEIGHT
+    )
     return make_moe_config(
         num_experts=n_experts,
         router=make_router_config(
@@ -241,21 +252,32 @@ def _moe(
                 num_experts=n_experts, top_k=top_k, comm_backend="standard", hidden_dim=dim
             ),
         ),
-        shared_experts=SigmoidGatedFeedForward.Config(w1=shared.w1, w2=shared.w2, w3=shared.w3, gate=_linear(dim, 1)),
+        shared_experts=SigmoidGatedFeedForward.Config(
+            w1=shared.w1, w2=shared.w2, w3=shared.w3, gate=_linear(dim, 1)
+        ),
         load_balance_coeff=load_balance_coeff,
     )
 
 
 def _check(
-    layer_types: list[str], n_layers: int, n_heads: int, n_key_value_heads: int, n_key_heads: int, n_value_heads: int
+    layer_types: list[str],
+    n_layers: int,
+    n_heads: int,
+    n_key_value_heads: int,
+    n_key_heads: int,
+    n_value_heads: int,
 ) -> None:
     kinds = ("linear_attention", "full_attention")
     if len(layer_types) != n_layers or not set(layer_types) <= set(kinds):
-        raise ValueError(f"layer_types must name one of {kinds} for each of the {n_layers} layers, not {layer_types}")
+        raise ValueError(
+            f"layer_types must name one of {kinds} for each of the {n_layers} layers, not {layer_types}"
+        )
     if n_heads % n_key_value_heads:
         raise ValueError(f"n_key_value_heads = {n_key_value_heads} must divide n_heads = {n_heads}")
     if n_value_heads % n_key_heads:
-        raise ValueError(f"n_linear_key_heads = {n_key_heads} must divide n_linear_value_heads = {n_value_heads}")
+        raise ValueError(
+            f"n_linear_key_heads = {n_key_heads} must divide n_linear_value_heads = {n_value_heads}"
+        )
 
 
 _DEBUG = {

@@ -44,7 +44,9 @@ def trainer_config(
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=BYTE_TOKENIZER,
-        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)),
+        loss=ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
+        ),
         optimizer=_adamw(3e-3 if debug else 3e-4),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10 if debug else 200),
         # Document offsets go to the host once a forward, which a CUDA graph cannot hold.

@@ -91,24 +91,35 @@ class Qwen3NextModel(Decoder):
             """
             tp, seq_len = config.parallelism.tensor_parallel_degree, config.training.seq_len
             linear, attention = next(iter(self.linear_layers()), None), self.first_attention
-            heads = {"key heads of Gated DeltaNet": linear.n_key_heads} if linear else {}
+            split = {"rows of the vocabulary": self.vocab_size}
+            if linear:
+                split["key heads of Gated DeltaNet"] = linear.n_key_heads
             if attention:
-                heads["query heads of the full attention"] = attention.n_heads
-            for name, count in heads.items():
+                split["query heads of the full attention"] = attention.n_heads
+            for layer in self.layers:
+                split |= _hidden_widths(layer)
+            for name, count in split.items():
                 if count % tp:
                     raise ValueError(
                         f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; "
-                        f"possible are {_divisors(list(heads.values()))}"
+                        f"possible are {_divisors(list(split.values()))}"
                     )
+            experts = any(layer.moe is not None for layer in self.layers)
+            compiled = config.compile.enable and "model" in config.compile.components
+            if experts and compiled and config.training.mixed_precision_param == "float32":
+                raise ValueError(
+                    "compile.enable with experts needs training.mixed_precision_param = 'bfloat16': "
+                    "torch.compile does not trace grouped products in float32"
+                )
             if attention and tp % attention.n_key_value_heads and attention.n_key_value_heads % tp:
                 raise ValueError(
-                    f"parallelism.tensor_parallel_degree = {tp} and the {attention.n_key_value_heads} key-value "
-                    "heads of the full attention: one must divide the other"
+                    f"parallelism.tensor_parallel_degree = {tp} and the {attention.n_key_value_heads} "
+                    "key-value heads of the full attention: one must divide the other"
                 )
             if seq_len > self.max_seq_len:
                 raise ValueError(
-                    f"training.seq_len = {seq_len} exceeds the {self.max_seq_len} tokens of the rotary embedding; "
-                    "shorten it, or lengthen model.overrides.context_length, or extend it by model.overrides.yarn_factor"
+                    f"training.seq_len = {seq_len} exceeds the {self.max_seq_len} tokens of the rotary "
+                    "embedding: shorten it, or raise model.overrides.context_length or .yarn_factor"
                 )
 
         def update_from_config(self, *, config: "Trainer.Config", **kwargs: object) -> None:
@@ -135,12 +146,18 @@ class Qwen3NextModel(Decoder):
             heads, widths = (attention.n_heads, 2 * attention.head_dim) if attention else (0, 0)
             nparams, flops = get_moe_model_nparams_and_flops(self, model, heads, widths, seq_len)
             for layer in self.linear_layers():
-                flops += 3 * 3 * 2 * layer.n_value_heads * layer.mixer.key_head_dim * layer.mixer.value_head_dim
+                flops += (
+                    3 * 3 * 2 * layer.n_value_heads * layer.mixer.key_head_dim * layer.mixer.value_head_dim
+                )
             return nparams, flops
 
     def decays(self) -> Iterator[Decay]:
         """The decay modules of this model part's layers, in order."""
-        return (layer.linear_attention.decay for layer in self.layers.values() if layer.linear_attention is not None)
+        return (
+            layer.linear_attention.decay
+            for layer in self.layers.values()
+            if layer.linear_attention is not None
+        )
 
     def forward(
         self,
@@ -165,6 +182,15 @@ class Qwen3NextModel(Decoder):
             h_BLD = layer(h_BLD, attention_masks, positions, decay, sequence=sequence)
         h_BLD = self.norm(h_BLD) if self.norm is not None else h_BLD
         return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
+
+
+def _hidden_widths(layer: Qwen3NextBlock.Config) -> dict[str, int]:
+    if layer.moe is None:
+        return {"hidden dimensions of a feed-forward": layer.feed_forward.w1.out_features}
+    return {
+        "hidden dimensions of an expert": layer.moe.routed_experts.inner_experts.hidden_dim,
+        "hidden dimensions of the shared expert": layer.moe.shared_experts.w1.out_features,
+    }
 
 
 def _divisors(counts: list[int]) -> str:

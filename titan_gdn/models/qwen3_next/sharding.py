@@ -90,7 +90,9 @@ def _set_gated_delta_net(config: GatedDeltaNet.Config, between: SpmdLayout, enab
     )
 
 
-def _set_gated_attention(config: GatedAttention.Config, between: SpmdLayout, enable_sp: bool, tp: int) -> None:
+def _set_gated_attention(
+    config: GatedAttention.Config, between: SpmdLayout, enable_sp: bool, tp: int
+) -> None:
     config.sharding_config = _gathered(between)
     config.rope.sharding_config = ShardingConfig(state_shardings={"cache": dense_param_placement(tp=spmd.R)})
     config.wq.sharding_config = colwise_config()
@@ -114,7 +116,7 @@ def _head_norm(*inputs: str) -> ShardingConfig:
 
 
 def _replicated_key_value() -> ShardingConfig:
-    """`KeyValueLinear` with more TP ranks than heads: the weight whole, of the output each rank's own head."""
+    """`KeyValueLinear` with more TP ranks than heads: the weight whole, the output each rank's own head."""
     replicated = dense_activation_placement(tp=spmd.R)
     return ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.R)},

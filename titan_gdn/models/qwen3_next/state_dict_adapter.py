@@ -95,7 +95,9 @@ class Qwen3NextStateDictAdapter(StateDictAdapter):
                 hf[hf_prefix + _CONV1D] = _by_columns(rows, value)
             elif name == _BIAS:
                 if isinstance(value, Tensor) and _whole(value).any():
-                    logger.warning(f"{key} balances experts and has no place in a Hugging Face checkpoint: left out")
+                    logger.warning(
+                        f"{key} balances experts and has no place in a Hugging Face checkpoint: left out"
+                    )
             elif name != _Z:
                 hf[hf_prefix + _LAYER[name]] = value
         return hf
@@ -137,7 +139,9 @@ class Qwen3NextStateDictAdapter(StateDictAdapter):
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
         """The reader of the checkpointer; says once which parts of the files are not read."""
         if any(key.startswith("mtp.") for key in _keys(path)):
-            logger.info("The checkpoint's mtp.* keys (multi-token prediction) are skipped: the model has no such layer")
+            logger.info(
+                "The checkpoint's mtp.* keys (multi-token prediction) are skipped: there is no such layer"
+            )
         return super().get_hf_storage_reader(path, from_quantized)
 
     def _linear(self, prefix: str) -> Any:

@@ -76,6 +76,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens:
             "[B, T, HV, V] with H dividing HV"
         )
     if g.shape != v.shape[:3] or beta.shape != v.shape[:3]:
-        raise ValueError(f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be {tuple(v.shape[:3])}, as v says")
+        raise ValueError(
+            f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be {tuple(v.shape[:3])}, as v says"
+        )
     if cu_seqlens is not None and q.shape[0] != 1:
-        raise ValueError(f"packed documents (cu_seqlens) need a batch of 1, not {q.shape[0]}: fold [B, T] to [1, B*T]")
+        raise ValueError(
+            f"packed documents (cu_seqlens) need a batch of 1, not {q.shape[0]}: fold [B, T] to [1, B*T]"
+        )

@@ -69,11 +69,19 @@ def _l2norm_backward(x: Tensor, dy: Tensor) -> Tensor:
     return rstd * (dy - y * (y * dy).sum(-1, keepdim=True))
 
 
-def _block(q_NHCK: Tensor, k_NHCK: Tensor, v_NHCRV: Tensor, g_NHRC: Tensor, beta_NHRC: Tensor, scale: float) -> _Block:
-    sum_NHRC = g_NHRC.cumsum(-1)
+def _block(
+    q_NHCK: Tensor, k_NHCK: Tensor, v_NHCRV: Tensor, g_NHRC: Tensor, beta_NHRC: Tensor, scale: float
+) -> _Block:
+    # Sums of a whole chunk may be large where their differences are not: float64 until those are formed.
+    sum_NHRC = g_NHRC.cumsum(-1, dtype=torch.float64)
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q_NHCK.device).triu(1)
     # Masked before exp: above the diagonal the exponent is positive and may overflow.
-    decay = (sum_NHRC.unsqueeze(-1) - sum_NHRC.unsqueeze(-2)).masked_fill_(above, -torch.inf).exp_()
+    decay = (
+        (sum_NHRC.unsqueeze(-1) - sum_NHRC.unsqueeze(-2))
+        .to(g_NHRC.dtype)
+        .masked_fill_(above, -torch.inf)
+        .exp_()
+    )
     keys = (k_NHCK @ k_NHCK.mT).unsqueeze(2).mul(decay).tril_(-1)
     one = torch.eye(CHUNK, dtype=keys.dtype, device=keys.device)
     inverse = torch.linalg.solve_triangular(
@@ -84,8 +92,8 @@ def _block(q_NHCK: Tensor, k_NHCK: Tensor, v_NHCRV: Tensor, g_NHRC: Tensor, beta
         k_NHCK,
         v_NHCRV,
         beta_NHRC,
-        since_start_NHRC=sum_NHRC.exp(),
-        until_end_NHRC=(sum_NHRC[..., -1:] - sum_NHRC).exp(),
+        since_start_NHRC=sum_NHRC.to(g_NHRC.dtype).exp(),
+        until_end_NHRC=(sum_NHRC[..., -1:] - sum_NHRC).to(g_NHRC.dtype).exp(),
         decay_NHRCC=decay,
         keys_NHRCC=keys,
         scores_NHRCC=(q_NHCK @ k_NHCK.mT).mul_(scale).unsqueeze(2) * decay,
@@ -94,7 +102,7 @@ def _block(q_NHCK: Tensor, k_NHCK: Tensor, v_NHCRV: Tensor, g_NHRC: Tensor, beta
 
 
 class _Tokens(NamedTuple):
-    """The operator's inputs with batch and sequence folded, `[tokens, ...]`, and the chunks they are cut into."""
+    """The operator's inputs with batch and sequence folded, and the chunks they are cut into."""
 
     q_THK: Tensor
     k_THK: Tensor
@@ -113,7 +121,9 @@ class _Tokens(NamedTuple):
         """The block of these pieces, and `q`, `k` as they came, `[N, H, C, K]`."""
         q, k = (self.gather(x, pieces).transpose(1, 2).contiguous() for x in (self.q_THK, self.k_THK))
         v = self.gather(self.v_THRV, pieces).transpose(1, 2).contiguous()
-        g, beta = (self.gather(x, pieces).permute(0, 2, 3, 1).contiguous() for x in (self.g_THR, self.beta_THR))
+        g, beta = (
+            self.gather(x, pieces).permute(0, 2, 3, 1).contiguous() for x in (self.g_THR, self.beta_THR)
+        )
         normed = (_l2norm(q), _l2norm(k)) if self.l2norm else (q, k)
         return _block(*normed, v, g, beta, self.scale), q, k
 
@@ -152,7 +162,9 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
 def _to_states(state: Tensor, tokens: _Tokens) -> Tensor:
     """`[documents, R*H, K, V]` in the documents' order to `[documents, H, K, R, V]` in the plan's."""
     heads = tokens.q_THK.shape[1]
-    return state.to(tokens.dtype)[tokens.plan.documents].unflatten(1, (heads, -1)).transpose(2, 3).contiguous()
+    return (
+        state.to(tokens.dtype)[tokens.plan.documents].unflatten(1, (heads, -1)).transpose(2, 3).contiguous()
+    )
 
 
 def _from_states(states: Tensor, tokens: _Tokens) -> Tensor:
@@ -195,7 +207,9 @@ def rule_forward(
         first, last = pieces[0].first, pieces[-1].last
         u_NHRCV = _run(block, pieces, state, received[first:last])
         out_NHCRV = (block.q_NHCK @ received[first:last].flatten(-2)).view_as(block.v_NHCRV)
-        out_NHCRV = out_NHCRV * _rows(scale * block.since_start_NHRC) + (block.scores_NHRCC @ u_NHRCV).transpose(2, 3)
+        out_NHCRV = out_NHCRV * _rows(scale * block.since_start_NHRC) + (
+            block.scores_NHRCC @ u_NHRCV
+        ).transpose(2, 3)
         _scatter(out_THRV, out_NHCRV.transpose(1, 2), tokens.plan, pieces)
     return out, _from_states(state, tokens), received
 
@@ -308,14 +322,15 @@ def _block_backward(
     dbeta = (d_x * error).sum(-1).mT + d_keys.sum(-1)
 
     # Every decay is an exponential of running sums, so its gradient is its own value times the incoming one.
+    # A pair adds to one sum and takes from another, and dg sums over sums: in float64 what cancels, cancels.
     pairs = d_scores * block.scores_NHRCC + d_keys * beta.unsqueeze(-1)
-    d_until_end = (d_kept * u).sum(-1) * block.until_end_NHRC
-    d_sum = pairs.sum(-1) - pairs.sum(-2) - d_until_end
+    d_until_end = ((d_kept * u).sum(-1) * block.until_end_NHRC).double()
+    d_sum = pairs.sum(-1, dtype=torch.float64) - pairs.sum(-2, dtype=torch.float64) - d_until_end
     d_sum += ((d_read * (q @ S).view_as(v)) + d_recalled * recalled).sum(-1).mT
     d_decay = (states * d_after).sum((2, 4)) * block.since_start_NHRC[..., -1]
     d_sum[..., -1] += d_until_end.sum(-1) + d_decay
     dg = d_sum.flip(-1).cumsum(-1).flip(-1)
-    return dq, dk, dv, dg, dbeta
+    return dq, dk, dv, dg.to(dbeta.dtype), dbeta
 
 
 @rule_backward.register_fake

@@ -1,0 +1,152 @@
+"""The model against transformers: logits, gradients, and files in both directions."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from tests import hf, ranks
+from tests.reference import relative_error
+from titan_gdn.models.qwen3_next import Qwen3NextStateDictAdapter, qwen3_next
+
+CONFIGURATIONS = {
+    "as published, small": {},
+    "dense": {"num_experts": 0},
+    "value heads not grouped, K and V unequal": {"linear_num_value_heads": 4, "linear_value_head_dim": 24},
+    "four value heads a key head": {"linear_num_key_heads": 2, "linear_num_value_heads": 8},
+    "every second layer sparse": {"decoder_sparse_step": 2, "linear_key_head_dim": 8},
+    "some layers dense": {"mlp_only_layers": [0, 2]},
+    "scores not normalised": {"norm_topk_prob": False, "num_experts_per_tok": 3},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "another order of layers": {
+        "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]
+    },
+    "only linear layers": {"layer_types": ["linear_attention"] * 4, "num_experts": 0},
+    "yarn": {"yarn_factor": 4.0},
+    "one key-value head, short kernel, other epsilon": {
+        "num_key_value_heads": 1,
+        "linear_conv_kernel_dim": 2,
+        "rms_norm_eps": 1e-3,
+    },
+}
+
+
+def ours(overrides, hf_state):
+    config = qwen3_next(**overrides)
+    model = config.build()
+    model.init_states()
+    adapter = Qwen3NextStateDictAdapter(config, None)
+    missing, unexpected = model.load_state_dict(adapter.from_hf(hf_state), strict=False)
+    assert not missing and not unexpected
+    return model, adapter
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
+    theirs, overrides = hf.model(**CONFIGURATIONS[name])
+    theirs.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    model, adapter = ours(overrides, files)
+
+    tokens, labels = torch.randint(0, 264, (2, 2, 200))
+    logits, expected = model(tokens), theirs(tokens).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    for x in (logits, expected):
+        F.cross_entropy(x.flatten(0, 1), labels.flatten()).backward()
+    # transformers keeps experts together in memory, files do not: look at its gradients as files have them.
+    for parameter in theirs.parameters():
+        parameter.data = parameter.grad
+    theirs.save_pretrained(tmp_path / "gradients")
+    gradients = adapter.to_hf({name: parameter.grad for name, parameter in model.named_parameters()})
+    for key, gradient in load_file(tmp_path / "gradients" / "model.safetensors").items():
+        assert relative_error(gradients[key], gradient) < 1e-3, key
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_exported_weights_are_the_files_they_came_from(name, tmp_path):
+    theirs, overrides = hf.model(**CONFIGURATIONS[name])
+    theirs.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    model, adapter = ours(overrides, files)
+    exported = adapter.to_hf(model.state_dict())
+    assert exported.keys() == files.keys()
+    assert all(torch.equal(exported[key], files[key]) for key in files)
+
+
+def test_the_published_configuration_has_every_number_and_parameter():
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    # transformers' defaults are the 80B-A3B but for these (its `config.json`).
+    rope = {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25}
+    published = Qwen3NextConfig(intermediate_size=5120, max_position_embeddings=262144, rope_parameters=rope)
+    ours, theirs = qwen3_next(), qwen3_next(**hf.overrides(published))
+    assert ours.to_dict() == theirs.to_dict()
+    with torch.device("meta"):
+        model, reference = ours.build(), Qwen3NextForCausalLM(published)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
+    nparams, _ = ours.get_nparams_and_flops(model, 4096)
+    assert nparams == 79_674_391_296
+
+
+def test_flops_of_linear_layers_do_not_grow_with_the_sequence():
+    linear = qwen3_next(**hf.overrides(hf.model(layer_types=["linear_attention"] * 4)[0].config))
+    mixed = qwen3_next(**hf.overrides(hf.model()[0].config))
+    flops = {}
+    for config in (linear, mixed):
+        model = config.build()
+        flops[id(config)] = [config.get_nparams_and_flops(model, length)[1] for length in (1024, 2048)]
+    assert flops[id(linear)][0] == flops[id(linear)][1]
+    # 6 for forward and backward of two products, 4 heads of 32 for q.k and for p.v, 1024 tokens more.
+    assert flops[id(mixed)][1] - flops[id(mixed)][0] == 6 * 4 * (32 + 32) * 1024
+
+
+def test_a_run_loads_and_exports_hugging_face_files(tmp_path):
+    """Trained one step at TP 2 x FSDP 2 and exported; transformers loads it and gives the logits of ours."""
+    from transformers import Qwen3NextForCausalLM
+
+    theirs, overrides = hf.model()
+    theirs.save_pretrained(tmp_path)
+    extra = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.zeros(2, 2)}
+    save_file(extra, tmp_path / "model.safetensors", {"format": "pt"})
+    checkpoint = {
+        "enable": True,
+        "initial_load_in_hf": True,
+        "initial_load_path": str(tmp_path),
+        "last_save_model_only": True,
+        "last_save_in_hf": True,
+    }
+    path = hf.toml(
+        str(tmp_path), overrides, checkpoint=checkpoint, training={"steps": 1, "local_batch_size": 2}
+    )
+    argv = ["--job.config_file", path, "--parallelism.tensor_parallel_degree", "2"]
+    told = ranks.run(train_and_tell, 4, argv)
+    assert sum("mtp.*" in line for line in told[0]) == 1
+
+    exported = tmp_path / "out" / "checkpoint" / "step-1"
+    theirs.config.save_pretrained(exported)
+    reloaded, info = Qwen3NextForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    files = {}
+    for name in os.listdir(exported):
+        files |= load_file(exported / name) if name.endswith(".safetensors") else {}
+    model, _ = ours(overrides, files)
+    tokens = torch.randint(0, 264, (2, 100))
+    torch.testing.assert_close(model(tokens), reloaded(tokens).logits, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(files["lm_head.weight"], theirs.lm_head.weight)
+
+
+def train_and_tell(argv):
+    """Train; the lines that were logged."""
+    import logging
+
+    from tests.training import train
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    train(argv)
+    return lines

@@ -1,0 +1,164 @@
+"""What holds for the whole model: documents apart, decay exact, resuming, validation, imports."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests import hf, ranks
+from tests.training import train
+from titan_gdn.models.qwen3_next import qwen3_next
+from titan_gdn.parallel.sequence import SequenceLayout
+
+DOCUMENTS = [0, 40, 41, 43, 46, 110, 180, 256]
+
+
+def positions_of(cu_seqlens, batch):
+    row = torch.cat([torch.arange(b - a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)])
+    return row.expand(batch, -1).contiguous()
+
+
+@pytest.mark.parametrize(("experts", "tolerance"), [(0, 0.0), (4, 1e-6)])
+def test_a_document_does_not_depend_on_its_neighbours(experts, tolerance):
+    """Outputs and gradients of the embeddings, after every token of one document is changed."""
+    torch.manual_seed(0)
+    _, overrides = hf.model(num_experts=experts)
+    model = qwen3_next(**overrides).build()
+    model.init_states()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    positions = positions_of(DOCUMENTS, 2)
+    tokens = torch.randint(0, 264, positions.shape)
+    changed = tokens.clone()
+    changed[1, 46:110] = torch.randint(0, 264, (64,))
+    weights = torch.randn(2, DOCUMENTS[-1], 264)
+
+    results = []
+    for ids in (tokens, changed):
+        seen = []
+        hook = model.tok_embeddings.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out))
+        logits = model(ids, positions)
+        hook.remove()
+        results.append((logits, torch.autograd.grad((logits * weights).sum(), seen[0])[0]))
+    untouched = torch.ones(2, DOCUMENTS[-1], dtype=torch.bool)
+    untouched[1, 46:110] = False
+    for before, after in zip(*results, strict=True):
+        difference = (before - after)[untouched].abs().max() / before.abs().max()
+        assert difference <= tolerance
+        assert not torch.equal(before[~untouched], after[~untouched])
+
+
+def test_without_positions_every_row_is_a_document():
+    _, overrides = hf.model(num_experts=0)
+    model = qwen3_next(**overrides).build()
+    model.init_states()
+    tokens = torch.randint(0, 264, (2, 50))
+    torch.testing.assert_close(model(tokens), torch.cat([model(row[None]) for row in tokens]))
+
+
+def test_offsets_are_where_positions_start_and_where_rows_start():
+    positions = torch.tensor([[3, 4, 0, 1], [0, 1, 2, 0]])
+    layout = SequenceLayout.from_positions(positions)
+    assert layout.cu_seqlens_cpu.tolist() == [0, 2, 4, 7, 8]
+    assert layout.cu_seqlens.tolist() == layout.cu_seqlens_cpu.tolist()
+
+
+def decay_bits(argv):
+    """Whether the forward saw the float32 bits of `A_log` and `dt_bias`; their gradients' dtypes."""
+    import os
+
+    from torch.distributed.tensor import DTensor
+
+    from titan_gdn.config import load_config
+
+    trainer = load_config(argv, int(os.environ["WORLD_SIZE"])).build()
+    model = trainer.model_parts[0]
+    whole = {n: p.full_tensor().clone() for n, p in model.named_parameters() if "decay" in n}
+    seen, weights, same = [], [], []
+
+    def look(module, args, kwargs):
+        rate, bias = (x.to_local() if isinstance(x, DTensor) else x for x in args[3:5])
+        seen.append((rate.clone(), bias.clone()))
+        weight = args[2]
+        weights.append((weight.to_local() if isinstance(weight, DTensor) else weight).dtype)
+
+    for layer in model.layers.values():
+        if layer.linear_attention is not None:
+            layer.linear_attention.mixer.register_forward_pre_hook(look, with_kwargs=True)
+    trainer.train()
+    tp = trainer.parallel_dims.get_optional_mesh("tp")
+    size, rank = (tp.size(), tp.get_local_rank()) if tp is not None else (1, 0)
+    names = [n.removesuffix(".A_log") for n in whole if n.endswith("A_log")]
+    for name, (rate, bias) in zip(names, seen, strict=False):
+        A_log, dt_bias = (whole[f"{name}.{p}"].chunk(size)[rank] for p in ("A_log", "dt_bias"))
+        same.append(torch.equal(rate, -A_log.exp()) and torch.equal(bias, dt_bias))
+    finite = all(torch.isfinite(x).all() for x in whole.values())
+    dtypes = {p.dtype for n, p in model.named_parameters() if "decay" in n}
+    return same, set(weights), finite, dtypes
+
+
+@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
+@pytest.mark.parametrize(
+    "argv", [[], ["--parallelism.tensor_parallel_degree", "2"], ["--activation_checkpoint.mode", "full"]]
+)
+def test_decay_is_exact_in_float32_under_bfloat16_mixed_precision(tmp_path, argv, backend):
+    _, overrides = hf.model(num_experts=0)
+    training = {"steps": 1, "local_batch_size": 1, "mixed_precision_param": "bfloat16"}
+    path = hf.toml(str(tmp_path), overrides, training=training)
+    argv = ["--job.config_file", path, "--parallelism.spmd_backend", backend, *argv]
+    for same, weights, finite, dtypes in ranks.run(decay_bits, 2, argv):
+        assert same and all(same), "the forward saw rounded decay parameters"
+        assert weights == {torch.bfloat16}, "the test would prove nothing without mixed precision"
+        assert finite and dtypes == {torch.float32}
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path):
+    """8 steps in one go, against 8 steps that were killed after 4 and started again by the same command."""
+    _, overrides = hf.model(num_experts=0)
+    losses = []
+    for folder, stops in ((tmp_path / "whole", [None]), (tmp_path / "stopped", [4, None])):
+        checkpoint = {"enable": True, "interval": 2, "last_save_model_only": False}
+        folder.mkdir()
+        path = hf.toml(
+            str(folder), overrides, checkpoint=checkpoint, training={"steps": 8, "local_batch_size": 2}
+        )
+        losses.append([])
+        for stop in stops:
+            losses[-1] += ranks.run(train_until, 2, ["--job.config_file", path], stop)[0]
+    assert len(losses[0]) == 8
+    assert losses[0] == losses[1]
+
+
+def train_until(argv, stop):
+    """Train, but stop after so many steps as if killed; the losses."""
+    from torchtitan.trainer import Trainer
+
+    from titan_gdn.models.qwen3_next.model import Qwen3NextModel  # noqa: F401
+
+    if stop is not None:
+        Trainer.should_continue_training = lambda self: self.step < stop
+    return train(argv)["loss"]
+
+
+def test_the_validator_runs(tmp_path):
+    _, overrides = hf.model(num_experts=0)
+    text = str(tmp_path / "text")
+    path = hf.toml(
+        str(tmp_path),
+        overrides,
+        validator={"enable": True, "freq": 2, "steps": 2},
+        **{"validator.dataloader": {"dataset": "text_files", "dataset_path": text}},
+    )
+    record = ranks.run(train, 2, ["--job.config_file", path])[0]
+    assert len(record["validation"]) == 2
+    assert all(3 < loss < 7 for loss in record["validation"])
+
+
+def test_operators_and_exchanges_need_neither_torchtitan_nor_fla():
+    code = (
+        "import sys, titan_gdn.ops, titan_gdn.parallel.sequence\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torchtitan', 'fla', 'transformers')])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,239 @@
+"""The operators against step-by-step float64 recurrences."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests import reference
+from tests.reference import relative_error
+from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention
+
+RAGGED = [0, 1, 3, 6, 64, 130, 131, 200]
+TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13}
+
+
+def rule_inputs(T, H=2, R=1, K=16, V=16, decay=(-1.0, 0.0), batch=1, states=0):
+    """Random q, k, v, g, beta and, if wanted, initial states, in float64."""
+    torch.manual_seed(T + 10 * R)
+    q, k = (torch.randn(batch, T, H, K, dtype=torch.float64) for _ in range(2))
+    v = torch.randn(batch, T, H * R, V, dtype=torch.float64)
+    g = torch.empty(batch, T, H * R, dtype=torch.float64).uniform_(*decay)
+    beta = torch.rand(batch, T, H * R, dtype=torch.float64)
+    return [q, k, v, g, beta] + ([torch.randn(states, H * R, K, V, dtype=torch.float64)] if states else [])
+
+
+def errors_of_rule(inputs, dtype, cu_seqlens=None):
+    """Relative errors of output, final state and every gradient (of `g`, on the scale of its parts)."""
+    ours = [x.to(dtype).requires_grad_() for x in inputs]
+    theirs = [x.detach().double().requires_grad_() for x in ours]
+    out, state = chunk_gated_delta_rule(
+        *ours[:5],
+        initial_state=ours[5] if len(ours) > 5 else None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens,
+    )
+    out_ref, state_ref = reference.gated_delta_rule(
+        *theirs[:5], initial_state=theirs[5] if len(theirs) > 5 else None, l2norm=True, cu_seqlens=cu_seqlens
+    )
+    d_out, d_state = torch.randn_like(out_ref), torch.randn_like(state_ref)
+    grads = torch.autograd.grad([out, state], ours, [d_out.to(out.dtype), d_state.to(state.dtype)])
+    grads_ref = torch.autograd.grad([out_ref, state_ref], theirs, [d_out, d_state])
+    named = dict(zip(("q", "k", "v", "g", "beta", "state"), zip(grads, grads_ref, strict=True), strict=False))
+    errors = {"out": relative_error(out, out_ref), "final": relative_error(state, state_ref)}
+    for name, (grad, grad_ref) in named.items():
+        errors[name] = relative_error(grad, grad_ref)
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    return errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("R", [1, 2, 4])
+@pytest.mark.parametrize("T", [1, 3, 63, 64, 65, 200, 1000])
+def test_rule_is_the_recurrence(T, R, dtype):
+    inputs = rule_inputs(T, R=R, K=8, V=12, batch=1, states=1)
+    assert max(errors_of_rule(inputs, dtype).values()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("decay", [(-0.02, -0.002), (-1.0, 0.0), (-20.0, -19.0), (0.0, 0.0)])
+@pytest.mark.parametrize("states", [True, False])
+def test_rule_starts_afresh_at_each_document_whatever_the_decay(decay, states):
+    inputs = rule_inputs(RAGGED[-1], R=2, decay=decay, states=(len(RAGGED) - 1) * states)
+    errors = errors_of_rule(inputs, torch.float32, torch.tensor(RAGGED))
+    assert max(errors.values()) < 5e-6, errors
+
+
+def test_rule_takes_more_documents_than_run_at_once():
+    cu_seqlens = torch.arange(0, 402, 3)
+    inputs = rule_inputs(int(cu_seqlens[-1]), H=1, K=4, V=4, states=len(cu_seqlens) - 1)
+    assert max(errors_of_rule(inputs, torch.float64, cu_seqlens).values()) < 1e-13
+
+
+def test_rule_takes_empty_documents_and_hands_their_state_through():
+    cu_seqlens = torch.tensor([0, 0, 70, 70])
+    inputs = rule_inputs(70, states=3)
+    assert max(errors_of_rule(inputs, torch.float64, cu_seqlens).values()) < 1e-13
+
+
+def test_rows_of_a_batch_are_documents():
+    inputs = rule_inputs(70, R=2, batch=3, states=3)
+    assert max(errors_of_rule(inputs, torch.float64).values()) < 1e-13
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_rule_holds_at_the_ends_of_beta_and_for_zero_queries_and_keys(beta):
+    inputs = rule_inputs(130)
+    inputs[4].fill_(beta)
+    inputs[0][:, 5], inputs[1][:, 7] = 0, 0
+    assert max(errors_of_rule(inputs, torch.float32).values()) < 5e-6
+
+
+def test_rule_passes_gradcheck():
+    q, k, v, g, beta, state = (x.requires_grad_() for x in rule_inputs(70, H=1, R=2, K=3, V=2, states=1))
+    assert torch.autograd.gradcheck(
+        lambda *x: chunk_gated_delta_rule(*x[:5], initial_state=x[5], output_final_state=True),
+        (q, k, v, g, beta, state),
+    )
+
+
+def test_rule_scales_queries():
+    inputs = rule_inputs(20)
+    out, _ = chunk_gated_delta_rule(*inputs, scale=0.3)
+    expected, _ = reference.gated_delta_rule(*inputs, scale=0.3)
+    assert relative_error(out, expected) < 1e-13
+
+
+def test_rule_does_not_see_the_future():
+    inputs = [x.float().requires_grad_() for x in rule_inputs(200, R=2)]
+    out, _ = chunk_gated_delta_rule(*inputs)
+    later = [torch.cat([x[:, :150], torch.randn_like(x[:, 150:]).abs().neg()], 1) for x in inputs]
+    changed, _ = chunk_gated_delta_rule(*later)
+    assert torch.equal(out[:, :150], changed[:, :150])
+    for grad in torch.autograd.grad(out[:, :150].square().sum(), inputs):
+        assert not grad[:, 150:].any()
+
+
+def test_bfloat16_goes_in_and_comes_out():
+    inputs = [x.to(torch.bfloat16) for x in rule_inputs(100, R=2)]
+    inputs[3] = inputs[3].float()
+    out, state = chunk_gated_delta_rule(*inputs, output_final_state=True)
+    expected, _ = reference.gated_delta_rule(*(x.double() for x in inputs))
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+    assert relative_error(out, expected) < 4e-3
+
+
+def operators(dtype=torch.float32):
+    """Each custom operator with arguments."""
+    q, k, v, g, beta, state = (x.to(dtype).requires_grad_() for x in rule_inputs(70, R=2, states=2))
+    offsets = torch.tensor([0, 5, 70])
+    yield torch.ops.titan_gdn.chunk_gated_delta_rule, (q, k, v, g, beta, 0.5, state, offsets, True)
+    yield torch.ops.titan_gdn.chunk_gated_delta_rule, (q, k, v, g, beta, 0.5, None, None, False)
+    attend = [torch.randn(1, 70, heads, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
+    yield torch.ops.titan_gdn.document_attention, (*attend, 0.5, offsets)
+
+
+@pytest.mark.parametrize(("operator", "args"), operators())
+def test_operators_pass_opcheck(operator, args):
+    torch.library.opcheck(operator.default, args)
+
+
+def test_a_layer_of_operators_compiles_without_a_graph_break():
+    def layer(x, weight, cu_seqlens, cu_seqlens_cpu):
+        y = causal_conv1d(x, weight, cu_seqlens).unflatten(-1, (2, -1))
+        gate = y.float().mean(-1)
+        out, _ = chunk_gated_delta_rule(
+            y, y, y, -gate.square(), gate.sigmoid(), cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu
+        )
+        return document_attention(out, y, y, 0.3, cu_seqlens_cpu)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for length, documents in itertools.product((70, 130, 200), (1, 3, 7)):
+        x = torch.randn(1, length, 16, requires_grad=True)
+        weight = torch.randn(16, 4)
+        offsets = torch.linspace(0, length, documents + 1).long()
+        expected = layer(x, weight, offsets, offsets)
+        out = compiled(x, weight, offsets, offsets.clone())
+        assert relative_error(out, expected) < 1e-6
+        (grad,), (grad_ref,) = (torch.autograd.grad(o.square().sum(), x) for o in (out, expected))
+        assert relative_error(grad, grad_ref) < 1e-5
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 4])
+@pytest.mark.parametrize("cu_seqlens", [None, RAGGED])
+def test_convolution_is_the_sum_over_the_past_of_the_document(kernel, cu_seqlens):
+    torch.manual_seed(0)
+    x = torch.randn(1, RAGGED[-1], 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, kernel, dtype=torch.float64, requires_grad=True)
+    offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens)
+    out, expected = causal_conv1d(x, weight, offsets), reference.causal_conv1d(x, weight, offsets)
+    d_out = torch.randn_like(out)
+    assert relative_error(out, expected) < 1e-14
+    for a, b in zip(*(torch.autograd.grad(y, (x, weight), d_out) for y in (out, expected)), strict=True):
+        assert relative_error(a, b) < 1e-14
+
+
+def test_convolution_takes_sequences_shorter_than_its_kernel():
+    x, weight = torch.randn(2, 2, 3), torch.randn(3, 4)
+    assert relative_error(causal_conv1d(x, weight), reference.causal_conv1d(x, weight)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_is_the_masked_softmax(dtype):
+    torch.manual_seed(0)
+    shapes = ((2, 300, 6, 8), (2, 300, 2, 8), (2, 300, 2, 5))
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    offsets = torch.tensor([0, 1, 3, 130, 300, 301, 555, 600])
+    out, expected = (
+        document_attention(*inputs, 0.3, offsets),
+        reference.document_attention(*inputs, 0.3, offsets),
+    )
+    d_out = torch.randn_like(out)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    assert relative_error(out, expected) < tolerance
+    for a, b in zip(*(torch.autograd.grad(y, inputs, d_out) for y in (out, expected)), strict=True):
+        assert relative_error(a, b) < tolerance
+
+
+def test_attention_memory_is_linear_in_the_sequence():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for x in torch.utils._pytree.tree_leaves(out):
+                if isinstance(x, torch.Tensor):
+                    Largest.elements = max(Largest.elements, x.numel())
+            return out
+
+    sizes = []
+    for length in (1024, 4096):
+        q, k, v = (torch.randn(1, length, 2, 4, requires_grad=True) for _ in range(3))
+        with Largest():
+            document_attention(q, k, v).sum().backward()
+        sizes.append(Largest.elements)
+        Largest.elements = 0
+    assert sizes[1] <= 4 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"v": torch.zeros(1, 5, 3, 4)}, "H dividing HV"),
+        ({"g": torch.zeros(1, 5, 3)}, "as v says"),
+        ({"cu_seqlens": torch.tensor([0, 5]), "batch": 2}, "fold"),
+        ({"backend": "cuda"}, "'auto', 'fla' and 'torch'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, words):
+    batch = change.pop("batch", 1)
+    args = {
+        "q": torch.zeros(batch, 5, 2, 4),
+        "k": torch.zeros(batch, 5, 2, 4),
+        "v": torch.zeros(batch, 5, 2, 4),
+    }
+    args |= {"g": torch.zeros(batch, 5, 2), "beta": torch.zeros(batch, 5, 2)} | change
+    with pytest.raises(ValueError, match=words):
+        chunk_gated_delta_rule(**args)

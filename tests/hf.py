@@ -43,8 +43,12 @@ def model(**changes):
     torch.manual_seed(0)
     hf = modeling.Qwen3NextForCausalLM(config)
     with torch.no_grad():
-        for parameter in hf.parameters():
+        for name, parameter in hf.named_parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            if name.endswith("A_log"):
+                # At the strongest initial decays the gradient of A_log is what is left of a cancellation,
+                # which transformers forms in float32: more than 1e-3 of it is rounding.
+                parameter.sub_(2)
     return hf, overrides(config, yarn)
 
 

@@ -1,5 +1,6 @@
 """What holds for the whole model: documents apart, decay exact, resuming, validation, imports."""
 
+import os
 import subprocess
 import sys
 
@@ -67,7 +68,6 @@ def test_offsets_are_where_positions_start_and_where_rows_start():
 
 def decay_bits(argv):
     """Whether the forward saw the float32 bits of `A_log` and `dt_bias`; their gradients' dtypes."""
-    import os
 
     from torch.distributed.tensor import DTensor
 
@@ -162,3 +162,51 @@ def test_operators_and_exchanges_need_neither_torchtitan_nor_fla():
         "print([m for m in sys.modules if m.split('.')[0] in ('torchtitan', 'fla', 'transformers')])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "run", ["qwen3_next_debug", "qwen3_next_debug_moe", "qwen3_next_80b_a3b", "qwen3_next_80b_a3b_1m"]
+)
+def test_torchtitans_own_command_finds_the_runs(run):
+    from torchtitan.config import ConfigManager
+
+    argv = ["--module", "titan_gdn.models.qwen3_next", "--config", run, "--training.steps", "7"]
+    config = ConfigManager().parse_args(argv)
+    assert config.training.steps == 7 and config.model_spec.name == "qwen3_next"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(os.listdir(os.path.join(os.path.dirname(__file__), "..", "train_configs")))
+)
+def test_the_configurations_that_we_ship_are_valid(name, tmp_path):
+    from titan_gdn.config import load_config
+
+    path = os.path.join(os.path.dirname(__file__), "..", "train_configs", name)
+    # Weights and tokenizers of published models are not in the repository.
+    load_config(
+        ["--job.config_file", path, "--model.hf_assets_path", str(tmp_path)], 64 if "80B" in name else 2
+    )
+
+
+def test_parameters_of_norms_and_decays_have_no_weight_decay():
+    from titan_gdn.models.qwen3_next.config_registry import trainer_config
+
+    config = trainer_config("debug_moe")
+    model = config.model_spec.model.build()
+    optimizers = config.optimizer.build(model_parts=[model])
+    decayed = {
+        name: group["weight_decay"]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    without = {name for name, weight_decay in decayed.items() if weight_decay == 0}
+    assert without == {n for n in decayed if n.endswith(("A_log", "dt_bias", "norm.weight"))}
+    assert {n.rsplit(".", 2)[-2] for n in without} >= {
+        "decay",
+        "norm",
+        "q_norm",
+        "k_norm",
+        "ffn_norm",
+        "attention_norm",
+    }

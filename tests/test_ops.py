@@ -123,14 +123,17 @@ def test_bfloat16_goes_in_and_comes_out():
     assert relative_error(out, expected) < 4e-3
 
 
-def operators(dtype=torch.float32):
+def operators():
     """Each custom operator with arguments."""
-    q, k, v, g, beta, state = (x.to(dtype).requires_grad_() for x in rule_inputs(70, R=2, states=2))
+    q, k, v, g, beta, state = (x.float().requires_grad_() for x in rule_inputs(70, R=2, states=2))
     offsets = torch.tensor([0, 5, 70])
-    yield torch.ops.titan_gdn.chunk_gated_delta_rule, (q, k, v, g, beta, 0.5, state, offsets, True)
-    yield torch.ops.titan_gdn.chunk_gated_delta_rule, (q, k, v, g, beta, 0.5, None, None, False)
-    attend = [torch.randn(1, 70, heads, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
-    yield torch.ops.titan_gdn.document_attention, (*attend, 0.5, offsets)
+    attend = [torch.randn(1, 70, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    rule, attention = torch.ops.titan_gdn.chunk_gated_delta_rule, torch.ops.titan_gdn.document_attention
+    return [
+        (rule, (q, k, v, g, beta, 0.5, state, offsets, True)),
+        (rule, (q, k, v, g, beta, 0.5, None, None, False)),
+        (attention, (*attend, 0.5, offsets)),
+    ]
 
 
 @pytest.mark.parametrize(("operator", "args"), operators())

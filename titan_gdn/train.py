@@ -63,7 +63,7 @@ def _run(config: "Trainer.Config") -> None:  # noqa: F821 (imported late, see ab
 
 def _silence_libraries() -> None:
     """Hush what libraries say about each other at import and on CPUs; errors still show."""
-    warnings.filterwarnings("ignore", module=r"(torch|torchao|torchtitan|triton|spmd_types)(\.|$)")
+    warnings.filterwarnings("ignore", module=r"(torch|torchao|torchdata|torchtitan|triton|spmd_types)(\.|$)")
     # torchao registers its enums in a way that torch deprecates, on every rank.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     # DTensor advises how to lay out meshes that are not ours.

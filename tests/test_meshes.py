@@ -5,36 +5,6 @@ import pytest
 from tests import hf, ranks
 from tests.training import largest_error, train
 
-# Two layers are enough to hold one of each kind; every parameter more costs each rank time in DTensor.
-LAYERS = {
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "mlp_only_layers": [0],  # the first dense, the second with experts
-}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Trains 3 steps on some ranks with some changes to the command line."""
-    folder = str(tmp_path_factory.mktemp("meshes"))
-    model, overrides = hf.model(**LAYERS)
-    model.save_pretrained(folder)
-    checkpoint = {"enable": True, "initial_load_in_hf": True, "initial_load_path": folder, "load_only": True}
-    path = hf.toml(folder, overrides, checkpoint=checkpoint)
-    return lambda world_size, *argv: ranks.run(train, world_size, ["--job.config_file", path, *argv])
-
-
-@pytest.fixture(scope="module")
-def one_rank(run):
-    """The reference, and that no router has to choose between experts whose scores are nearly equal."""
-    record = run(1)[0]
-    if record["gap"] is not None:
-        assert record["gap"] > 1e-6, (
-            "a near tie between experts: meshes may choose differently, take another seed"
-        )
-    return record
-
-
 TP, FSDP = "--parallelism.tensor_parallel_degree", "--parallelism.data_parallel_shard_degree"
 NO_SP = "--parallelism.no-enable_sequence_parallel"
 HALF, QUARTER = ("--training.local_batch_size", "2"), ("--training.local_batch_size", "1")
@@ -47,6 +17,8 @@ MESHES = {
     "fsdp 2, tp 2": (4, TP, "2", *HALF),
     "tp 4 with 2 key-value heads": (4, TP, "4"),
     "tp 4 with 2 key-value heads without sequence parallelism": (4, TP, "4", NO_SP),
+    # torch 2.14 loses a gradient here (see titan_gdn/parallel/waiting.py).
+    "tp 2, one row at a time": (2, TP, "2", *QUARTER, "--training.global_batch_size", "4"),
     "replicate 2, fsdp 2": (4, "--parallelism.data_parallel_replicate_degree", "2", *QUARTER),
 }
 
@@ -64,7 +36,9 @@ def test_loss_gradient_norm_and_gradients_are_those_of_one_rank(run, one_rank, m
 
 
 def test_a_checkpointed_and_compiled_run_has_the_same_losses(tmp_path):
-    model, overrides = hf.model(num_hidden_layers=2, layer_types=LAYERS["layer_types"], num_experts=0)
+    model, overrides = hf.model(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=0
+    )
     model.save_pretrained(tmp_path)
     checkpoint = {
         "enable": True,

@@ -9,6 +9,7 @@ import torch
 
 from tests import hf, ranks
 from tests.training import train
+from titan_gdn.config import ConfigError, load_config
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.parallel.sequence import SequenceLayout
 
@@ -71,8 +72,6 @@ def decay_bits(argv):
 
     from torch.distributed.tensor import DTensor
 
-    from titan_gdn.config import load_config
-
     trainer = load_config(argv, int(os.environ["WORLD_SIZE"])).build()
     model = trainer.model_parts[0]
     whole = {n: p.full_tensor().clone() for n, p in model.named_parameters() if "decay" in n}
@@ -131,6 +130,25 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_a_run_goes_on_at_another_number_of_data_parallel_ranks(tmp_path):
+    _, overrides = hf.model(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=0
+    )
+    losses = []
+    for folder, ranks_and_rows in (
+        (tmp_path / "same", [(2, 2), (2, 2)]),
+        (tmp_path / "other", [(2, 2), (1, 4)]),
+    ):
+        folder.mkdir()
+        checkpoint = {"enable": True, "interval": 2, "last_save_model_only": False}
+        path = hf.toml(str(folder), overrides, checkpoint=checkpoint, training={"steps": 4})
+        for stop, (world_size, rows) in zip((2, None), ranks_and_rows, strict=True):
+            argv = ["--job.config_file", path, "--training.local_batch_size", str(rows)]
+            losses.append(ranks.run(train_until, world_size, argv, stop)[0])
+    assert losses[0] == losses[2]
+    assert losses[1] == pytest.approx(losses[3], rel=1e-5)
+
+
 def train_until(argv, stop):
     """Train, but stop after so many steps as if killed; the losses."""
     from torchtitan.trainer import Trainer
@@ -179,13 +197,12 @@ def test_torchtitans_own_command_finds_the_runs(run):
     "name", sorted(os.listdir(os.path.join(os.path.dirname(__file__), "..", "train_configs")))
 )
 def test_the_configurations_that_we_ship_are_valid(name, tmp_path):
-    from titan_gdn.config import load_config
-
     path = os.path.join(os.path.dirname(__file__), "..", "train_configs", name)
     # Weights and tokenizers of published models are not in the repository.
-    load_config(
-        ["--job.config_file", path, "--model.hf_assets_path", str(tmp_path)], 64 if "80B" in name else 2
-    )
+    argv = ["--job.config_file", path, "--model.hf_assets_path", str(tmp_path)]
+    if "1M" in name:  # the reader's own texts
+        argv += ["--dataloader.dataset_path", os.path.dirname(__file__)]
+    load_config(argv, 2 if "debug" in name else 64)
 
 
 def test_parameters_of_norms_and_decays_have_no_weight_decay():
@@ -210,3 +227,52 @@ def test_parameters_of_norms_and_decays_have_no_weight_decay():
         "ffn_norm",
         "attention_norm",
     }
+
+
+NONSENSE = {
+    "n_layers=0": "at least 1",
+    "full_attention_interval=0": "at least 1",
+    "linear_conv_kernel=0": "at least 1",
+    "n_heads=3": "divisor of n_heads = 3",
+    "n_linear_value_heads=6": "divisor of n_linear_value_heads = 6",
+    "n_experts_per_token=9": "at most n_experts = 8",
+    "n_experts_per_token=0": "at least 1",
+    "expert_hidden_dim=3": "multiple of 8",
+    "partial_rotary_factor=0.1": "even number",
+    "partial_rotary_factor=2.0": "even number",
+    "yarn_factor=0.5": "from 1",
+    "norm_eps=-1": "between 0 and 1",
+    "rope_theta=0": "above 1",
+    "load_balance_coeff=-1": "positive",
+    "mlp_only_layers=9": "layers from 0 to 3",
+    "vocab_size=256": "257 tokens",
+    "context_length=100": "exceeds the 100 tokens",
+}
+
+
+@pytest.mark.parametrize("override", NONSENSE)
+def test_a_model_that_cannot_be_is_refused_with_what_is_possible(override):
+    path = os.path.join(os.path.dirname(__file__), "..", "train_configs", "qwen3_next_debug_moe.toml")
+    with pytest.raises(ConfigError, match=NONSENSE[override]) as error:
+        load_config(["--job.config_file", path, f"--model.overrides.{override}"], 2)
+    assert override.split("=")[0] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--training.seq_len 60", "multiple of 8"),
+        ("--training.max_norm 0", "positive"),
+        ("--metrics.log_freq 0", "at least 1"),
+        ("--linear_attention.kernel fla", "needs a GPU"),
+        ("--training.enable_cpu_offload", "on the CPU already"),
+        ("--checkpoint.create_seed_checkpoint", "needs enable"),
+        ("--debug.spmd_typechecking", "not supported"),
+        ("--compile.enable", "grouped products in float32"),
+        ("--parallelism.tensor_parallel_degree 8", "4 key heads"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_before_it_starts(argv, words):
+    path = os.path.join(os.path.dirname(__file__), "..", "train_configs", "qwen3_next_debug_moe.toml")
+    with pytest.raises(ConfigError, match=words):
+        load_config(["--job.config_file", path, *argv.split()], 8)

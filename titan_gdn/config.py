@@ -9,6 +9,7 @@ default is why TOML left TorchTitan (its pull request 2386).
 
 import importlib
 import inspect
+import json
 import math
 import os
 import re
@@ -31,6 +32,7 @@ from torchtitan.distributed.activation_checkpoint import (
     SelectiveAC,
 )
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from titan_gdn import models
@@ -161,7 +163,7 @@ def _built(table: Given, build: Callable[..., Any], *args: Any, **kwargs: Any) -
     """`build(...)`, whose complaints (TorchTitan's own checks among them) name `table`."""
     try:
         return build(*args, **kwargs)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, ArithmeticError, RuntimeError) as error:
         raise table.error(str(error) or repr(error)) from error
 
 
@@ -297,13 +299,17 @@ def check(config: Trainer.Config, world_size: int) -> None:
         ConfigError: The degrees do not make `world_size`, a batch or a sequence does not divide, a folder or
             data is not there, or something is not supported (yet).
     """
+    if config.comm.mode == "fake_backend":  # TorchTitan's dry run: one process stands for so many ranks
+        world_size = int(os.environ.get("NGPU", world_size))
     _check_degrees(config.parallelism, world_size)
     _check_sizes(config, world_size)
     backend, backends = config.compile.backend, torch._dynamo.list_backends(exclude_tags=())
     if config.compile.enable and backend not in backends:
         raise ConfigError(f'[compile] backend = "{backend}" is unknown.{one_of(backend, backends)}')
-    if not os.path.exists(config.hf_assets_path):
-        raise ConfigError(f'[model] hf_assets_path = "{config.hf_assets_path}": there is no such folder')
+    _check_device(config)
+    if config.checkpoint.create_seed_checkpoint and not (config.checkpoint.enable and world_size == 1):
+        raise ConfigError("[checkpoint] create_seed_checkpoint needs enable = true, and one rank")
+    _check_tokenizer(config)
     _check_data("dataloader", config.dataloader)
     if config.validator.enable:
         _check_data("validator.dataloader", config.validator.dataloader)
@@ -311,6 +317,41 @@ def check(config: Trainer.Config, world_size: int) -> None:
         config.model_spec.model.check(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_device(config: Trainer.Config) -> None:
+    """What this machine, or the layers, cannot do."""
+    if config.debug.spmd_typechecking:
+        raise ConfigError("[debug] spmd_typechecking is not supported: the layers' exchanges are not typed")
+    if device_type != "cpu":
+        return
+    if config.training.enable_cpu_offload:
+        raise ConfigError("[training] enable_cpu_offload: without a GPU everything is on the CPU already")
+    if getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
+        raise ConfigError(
+            '[checkpoint] async_mode = "async_with_pinned_mem" needs a GPU. Possible: disabled, async.'
+        )
+
+
+def _check_tokenizer(config: Trainer.Config) -> None:
+    """The folder is there, and the model has a row for each of the tokenizer's tokens."""
+    folder = config.hf_assets_path
+    if not os.path.isdir(folder):
+        raise ConfigError(f'[model] hf_assets_path = "{folder}": there is no such folder')
+    file = os.path.join(folder, "tokenizer.json")
+    if not os.path.exists(file):
+        return
+    with open(file) as stream:
+        tokenizer = json.load(stream)
+    vocabulary = tokenizer["model"].get("vocab", {})
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    tokens = 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+    rows = getattr(config.model_spec.model, "vocab_size", tokens)
+    if tokens > rows:
+        raise ConfigError(
+            f"[model.overrides] vocab_size = {rows}: the tokenizer in hf_assets_path = {folder!r} has "
+            f"{tokens} tokens"
+        )
 
 
 def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> None:
@@ -330,7 +371,7 @@ def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> None:
         least = ", or -1 for all ranks that are left" if name == "data_parallel_shard_degree" else ""
         if degree < 1 and not (least and degree == -1):
             raise ConfigError(f"[parallelism] {name} = {degree}: expected at least 1{least}")
-        if degree > 1 and name.startswith(("context", "pipeline", "expert")):
+        if degree > 1 and name.startswith(("pipeline", "expert")):
             parallel = name.replace("_", " ").replace("parallel degree", "parallelism")
             raise ConfigError(
                 f"[parallelism] {name} = {degree}: {parallel} is not supported yet; set it to 1"
@@ -359,6 +400,23 @@ def _check_sizes(config: Trainer.Config, world_size: int) -> None:
     for key in ("local_batch_size", "seq_len", "steps"):
         if (value := getattr(training, key)) < 1:
             raise ConfigError(f"[training] {key} = {value}: expected at least 1")
+    for section, key, least in (
+        ("training", "gc_freq", 1),
+        ("metrics", "log_freq", 1),
+        ("validator", "freq", 1),
+        ("lr_scheduler", "warmup_steps", 0),
+    ):
+        if (value := getattr(getattr(config, section), key)) < least:
+            raise ConfigError(f"[{section}] {key} = {value}: expected at least {least}")
+    if not training.max_norm > 0:
+        raise ConfigError(f"[training] max_norm = {training.max_norm}: expected a positive number")
+    # The loss takes the sequence in chunks, so that not all logits exist at once.
+    chunks = getattr(config.loss, "num_chunks", 1) * parallelism.context_parallel_degree
+    if training.seq_len % chunks:
+        raise ConfigError(
+            f"[training] seq_len = {training.seq_len}: expected a multiple of {chunks} (chunks of the loss "
+            "times context_parallel_degree)"
+        )
     tp = parallelism.tensor_parallel_degree
     if parallelism.enable_sequence_parallel and training.seq_len % tp:
         raise ConfigError(

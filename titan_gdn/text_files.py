@@ -264,6 +264,15 @@ class TextFilesDataLoader(ParallelAwareDataloader):
                     "row would come that many times. Use 0, or 1 to read ahead in another process."
                 )
 
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank, under one name: a run may go on with another number of them."""
+        return {"stream": super().state_dict()[self._rank_id]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where a run stopped, whatever its data-parallel degree was."""
+        if state_dict:
+            super().load_state_dict({self._rank_id: state_dict["stream"], "world_size": self.dp_world_size})
+
     def __init__(
         self,
         config: Config,

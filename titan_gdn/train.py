@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 import warnings
 
 from titan_gdn import cpu
@@ -12,6 +13,15 @@ _HARMLESS = (
     "will be overridden to",  # environment variables of NCCL, set by torchrun a moment before
 )
 
+# Without torchrun: `python -m titan_gdn.train` is one rank.
+_ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
 
 def main(argv: list[str] | None = None) -> None:
     """Read the configuration, then run TorchTitan's trainer.
@@ -20,6 +30,8 @@ def main(argv: list[str] | None = None) -> None:
         argv: the command line, `sys.argv[1:]` by default.
     """
     _silence_libraries()
+    for name, value in _ONE_RANK.items():
+        os.environ.setdefault(name, value)
     cpu.enable()
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger, logger
@@ -35,7 +47,9 @@ def main(argv: list[str] | None = None) -> None:
         config = load_config(sys.argv[1:] if argv is None else argv, int(os.environ.get("WORLD_SIZE", 1)))
     except ConfigError as error:
         if rank == 0:
-            print(f"titan_gdn: {error}", file=sys.stderr)
+            print(f"titan_gdn: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(5)  # torchrun ends all ranks with the first: let the one that speaks be it
         sys.exit(2)
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging

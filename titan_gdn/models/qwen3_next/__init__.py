@@ -1,13 +1,14 @@
 """Qwen3-Next: its flavours, and the model by flavour."""
 
+import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.models.common import Embedding, Linear, SigmoidGatedFeedForward
-from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import (
     make_ffn_config,
     make_moe_config,
@@ -19,8 +20,13 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import device_type
 
 from titan_gdn.layers.experts import GroupedExperts
-from titan_gdn.layers.gated_attention import DocumentAttention, GatedAttention, KeyValueLinear
-from titan_gdn.layers.gated_delta_net import Decay, GatedDeltaMixer, GatedDeltaNet, GroupedConv
+from titan_gdn.layers.gated_attention import (
+    DocumentAttention,
+    DocumentFlexAttention,
+    GatedAttention,
+    KeyValueLinear,
+)
+from titan_gdn.layers.gated_delta_net import Decay, GatedDeltaNet, GroupedConv
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.layers.norms import GatedRMSNorm, ZeroCentredRMSNorm
 from titan_gdn.layers.rotary import PartialRotary
@@ -105,12 +111,17 @@ def qwen3_next(
     Raises:
         ValueError: numbers that contradict each other.
     """
+    _check(**locals())
     if layer_types is None:
         layer_types = [
             "linear_attention" if (i + 1) % full_attention_interval else "full_attention"
             for i in range(n_layers)
         ]
-    _check(layer_types, n_layers, n_heads, n_key_value_heads, n_linear_key_heads, n_linear_value_heads)
+    kinds = ("linear_attention", "full_attention")
+    if len(layer_types) != n_layers or not set(layer_types) <= set(kinds):
+        raise ValueError(
+            f"layer_types must name one of {kinds} for each of the {n_layers} layers, not {layer_types}"
+        )
 
     def norm(width: int) -> ZeroCentredRMSNorm.Config:
         return ZeroCentredRMSNorm.Config(dim=width, eps=norm_eps, param_init={"weight": nn.init.zeros_})
@@ -123,6 +134,9 @@ def qwen3_next(
         return GatedDeltaNet.Config(
             n_key_heads=n_linear_key_heads,
             n_value_heads=n_linear_value_heads,
+            key_head_dim=linear_key_head_dim,
+            value_head_dim=linear_value_head_dim,
+            run=LinearAttentionConfig(),
             in_proj_qkv=_linear(dim, n_linear_key_heads * width),
             in_proj_z=_linear(dim, values),
             in_proj_ba=_linear(dim, 2 * n_linear_value_heads),
@@ -135,9 +149,6 @@ def qwen3_next(
             decay=Decay.Config(
                 n_value_heads=n_linear_value_heads,
                 param_init={"A_log": _decay_rate, "dt_bias": nn.init.ones_},
-            ),
-            mixer=GatedDeltaMixer.Config(
-                key_head_dim=linear_key_head_dim, value_head_dim=linear_value_head_dim
             ),
             norm=GatedRMSNorm.Config(
                 dim=linear_value_head_dim, eps=norm_eps, param_init={"weight": nn.init.ones_}
@@ -173,7 +184,9 @@ def qwen3_next(
             q_norm=norm(head_dim),
             k_norm=norm(head_dim),
             # FlexAttention has no backward on CPU.
-            inner_attention=DocumentAttention.Config() if device_type == "cpu" else FlexAttention.Config(),
+            inner_attention=DocumentAttention.Config()
+            if device_type == "cpu"
+            else DocumentFlexAttention.Config(),
         )
 
     def feed_forward(i: int) -> dict:
@@ -259,25 +272,48 @@ def _moe(
     )
 
 
-def _check(
-    layer_types: list[str],
-    n_layers: int,
-    n_heads: int,
-    n_key_value_heads: int,
-    n_key_heads: int,
-    n_value_heads: int,
-) -> None:
-    kinds = ("linear_attention", "full_attention")
-    if len(layer_types) != n_layers or not set(layer_types) <= set(kinds):
-        raise ValueError(
-            f"layer_types must name one of {kinds} for each of the {n_layers} layers, not {layer_types}"
-        )
-    if n_heads % n_key_value_heads:
-        raise ValueError(f"n_key_value_heads = {n_key_value_heads} must divide n_heads = {n_heads}")
-    if n_value_heads % n_key_heads:
-        raise ValueError(
-            f"n_linear_key_heads = {n_key_heads} must divide n_linear_value_heads = {n_value_heads}"
-        )
+_AT_LEAST_1 = (
+    "vocab_size dim n_layers full_attention_interval n_heads n_key_value_heads head_dim context_length "
+    "n_linear_key_heads n_linear_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel "
+    "hidden_dim decoder_sparse_step"
+).split()
+_OF_EXPERTS = ("n_experts_per_token", "expert_hidden_dim", "shared_expert_hidden_dim")
+
+
+def _check(**given: Any) -> None:
+    """Refuse numbers that contradict each other; `given` are the arguments of `qwen3_next`."""
+
+    def refuse(name: str, expected: str) -> None:
+        raise ValueError(f"{name} = {given[name]}: expected {expected}")
+
+    for name in (*_AT_LEAST_1, *(_OF_EXPERTS if given["n_experts"] else ())):
+        if given[name] < 1:
+            refuse(name, "at least 1")
+    for whole, part in (("n_heads", "n_key_value_heads"), ("n_linear_value_heads", "n_linear_key_heads")):
+        if given[whole] % given[part]:
+            refuse(part, f"a divisor of {whole} = {given[whole]}")
+    if not 0 < given["norm_eps"] < 1:
+        refuse("norm_eps", "a number between 0 and 1")
+    if not 1 < given["rope_theta"] < math.inf:
+        refuse("rope_theta", "a number above 1")
+    if not 1 <= given["yarn_factor"] < math.inf:
+        refuse("yarn_factor", "a number from 1 (no extension)")
+    turned = given["head_dim"] * given["partial_rotary_factor"]
+    if not 2 <= turned <= given["head_dim"] or int(turned) % 2:
+        refuse("partial_rotary_factor", f"a share of head_dim = {given['head_dim']} that is an even number")
+    if given["n_experts"] < 0:
+        refuse("n_experts", "at least 0, which makes every layer dense")
+    if given["n_experts"]:
+        if given["n_experts_per_token"] > given["n_experts"]:
+            refuse("n_experts_per_token", f"at most n_experts = {given['n_experts']}")
+        for name in ("dim", "expert_hidden_dim"):
+            if given[name] % 8:  # torch's grouped products want rows of 16 bytes
+                refuse(name, "a multiple of 8, with experts")
+    if given["load_balance_coeff"] is not None and not given["load_balance_coeff"] > 0:
+        refuse("load_balance_coeff", "a positive number, or none")
+    for layer in given["mlp_only_layers"] or []:
+        if not 0 <= layer < given["n_layers"]:
+            refuse("mlp_only_layers", f"layers from 0 to {given['n_layers'] - 1}")
 
 
 _DEBUG = {
@@ -323,7 +359,7 @@ def model_registry(
         raise ValueError(f"unknown flavor {flavor!r}; the flavours of qwen3_next are {', '.join(flavors)}")
     model = flavors[flavor](**overrides)
     for layer in model.linear_layers():
-        layer.mixer.kernel = (linear_attention or LinearAttentionConfig()).kernel
+        layer.run = linear_attention or LinearAttentionConfig()
     return ModelSpec(
         name="qwen3_next",
         flavor=flavor,

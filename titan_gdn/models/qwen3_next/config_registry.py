@@ -58,7 +58,7 @@ def trainer_config(
             mixed_precision_param="float32" if debug else "bfloat16",
         ),
         dataloader=TextFilesDataLoader.Config(),
-        validator=Validator.Config(dataloader=TextFilesDataLoader.Config(infinite=False)),
+        validator=Validator.Config(steps=10, dataloader=TextFilesDataLoader.Config(infinite=False)),
         metrics=MetricsProcessor.Config(log_freq=10),
         checkpoint=CheckpointManager.Config(last_save_model_only=False),
         activation_checkpoint=None if debug else FullAC.Config(),

@@ -1,8 +1,42 @@
-"""Without an accelerator TorchTitan needs our shim before it is imported, by tests as by the command."""
+"""The shim that TorchTitan needs without an accelerator, and the runs that meshes are compared by."""
 
+import pytest
 import torch
 
 from titan_gdn import cpu
 
+# Before TorchTitan is imported, by tests as by the command.
 cpu.enable()
 torch.set_num_threads(1)
+
+from tests import hf, ranks  # noqa: E402
+from tests.training import train  # noqa: E402
+
+# Two layers are enough to hold one of each kind; every parameter more costs each rank time in DTensor.
+LAYERS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_only_layers": [0],  # the first dense, the second with experts
+}
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """Trains 3 steps on some ranks with some changes to the command line."""
+    folder = str(tmp_path_factory.mktemp("meshes"))
+    model, overrides = hf.model(**LAYERS)
+    model.save_pretrained(folder)
+    checkpoint = {"enable": True, "initial_load_in_hf": True, "initial_load_path": folder, "load_only": True}
+    path = hf.toml(folder, overrides, checkpoint=checkpoint)
+    return lambda world_size, *argv: ranks.run(train, world_size, ["--job.config_file", path, *argv])
+
+
+@pytest.fixture(scope="session")
+def one_rank(run):
+    """The reference, and that no router has to choose between experts whose scores are nearly equal."""
+    record = run(1)[0]
+    if record["gap"] is not None:
+        assert record["gap"] > 1e-6, (
+            "a near tie between experts: meshes may choose differently, take another seed"
+        )
+    return record

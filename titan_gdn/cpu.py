@@ -6,8 +6,12 @@ import resource
 import time
 import types
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def enable() -> None:
@@ -68,7 +72,17 @@ def measure_peak_flops(size: int = 512, seconds: float = 0.05) -> float:
 
 def _patch_process_groups() -> None:
     import torch.distributed as dist
+    from torch.distributed.tensor import placement_types
 
     barrier: Callable = dist.barrier
     # TorchTitan names the device of its barrier, which gloo refuses to be told.
     dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    placement_types.shard_dim_alltoall = _shard_dim_alltoall
+
+
+def _shard_dim_alltoall(
+    input: torch.Tensor, gather_dim: int, shard_dim: int, mesh: "DeviceMesh", mesh_dim: int
+) -> torch.Tensor:
+    """DTensor's all-to-all: gloo has one, DTensor says it has not and gathers, `n` times the bytes."""
+    group = mesh.get_group(mesh_dim).group_name
+    return torch.ops._dtensor.shard_dim_alltoall(input, gather_dim, shard_dim, group)

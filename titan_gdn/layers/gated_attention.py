@@ -4,22 +4,36 @@ Shape suffixes: B batch, L sequence, D model width, N query heads, M key-value h
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Linear
-from torchtitan.models.common.attention import AttentionMasksType, BaseAttention, local_head_split
+from torchtitan.models.common.attention import (
+    AttentionMasksType,
+    BaseAttention,
+    FlexAttention,
+    local_head_split,
+)
 from torchtitan.protocols.module import Module
 
+from titan_gdn.layers.local import local
 from titan_gdn.layers.norms import ZeroCentredRMSNorm
 from titan_gdn.layers.rotary import PartialRotary
 from titan_gdn.ops import document_attention
+from titan_gdn.parallel.exchange import gather_sequence, reorder
 from titan_gdn.parallel.sequence import SequenceLayout
 
 
-class DocumentAttention(Module):
+class GathersKeys:
+    """Inner attention whose keys and values come from all ranks of `cp_mesh`, if it is set."""
+
+    cp_mesh: DeviceMesh | None = None
+
+
+class DocumentAttention(GathersKeys, Module):
     """Inner attention where FlexAttention has no backward: masked, block by block, on local tensors."""
 
     @dataclass(kw_only=True, slots=True)
@@ -40,7 +54,30 @@ class DocumentAttention(Module):
         **_: object,
     ) -> torch.Tensor:
         """As `titan_gdn.ops.document_attention`; what only FlexAttention wants is ignored."""
-        return document_attention(q_BLNH, k_BLNH, v_BLNH, scale, sequence.cu_seqlens_cpu)
+        if self.cp_mesh is not None:
+            k_BLNH, v_BLNH = (
+                reorder(gather_sequence(x, self.cp_mesh), sequence.from_shards) for x in (k_BLNH, v_BLNH)
+            )
+        return document_attention(q_BLNH, k_BLNH, v_BLNH, scale, sequence.cu_seqlens_cpu, sequence.tokens_cpu)
+
+
+class DocumentFlexAttention(GathersKeys, FlexAttention):
+    """FlexAttention, which gathers keys and values over CP itself, whatever TorchTitan's backend.
+
+    Under CP the block mask's keys are in the shards' order: they need no reordering.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(
+        self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """As TorchTitan's."""
+        if self.cp_mesh is not None:
+            k_BLNH, v_BLNH = (gather_sequence(x, self.cp_mesh) for x in (k_BLNH, v_BLNH))
+        return super().forward(q_BLNH, k_BLNH, v_BLNH, **kwargs)
 
 
 class KeyValueLinear(Linear):
@@ -73,10 +110,7 @@ class KeyValueLinear(Linear):
         """`[B, L, D]` to the heads of this rank, `[B, L, heads * H]`."""
         if self.rows is None:
             return super().forward(input)
-        weight = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=[Partial()])
-        return F.linear(input, weight[self.rows])
+        return F.linear(input, local(self.weight, summed=True)[self.rows])
 
 
 class GatedAttention(BaseAttention):

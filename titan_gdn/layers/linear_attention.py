@@ -1,6 +1,7 @@
 """How the linear attention layers of a model are run: the TOML section `[linear_attention]`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from titan_gdn.ops.gated_delta_rule import Backend
 
@@ -11,3 +12,9 @@ class LinearAttentionConfig:
 
     kernel: Backend = "auto"
     """Backend of the rule: FLA's Triton kernels, PyTorch, or "auto": FLA on a GPU, PyTorch elsewhere."""
+
+    exchange: Literal["auto", "all_to_all", "all_gather"] = "auto"
+    """How context parallelism brings all tokens of a head together; "auto": the fewer bytes, see the log."""
+
+    regather: bool = False
+    """With "all_gather" and no activation checkpointing: gather hidden states again in the backward."""

@@ -14,41 +14,59 @@ QUERIES = 128
 
 
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, cu_seqlens_cpu: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    tokens_cpu: Tensor | None = None,
 ) -> Tensor:
     """Attend to the past of the own document.
 
     Args:
-        q: `[B, T, N, H]` queries.
+        q: `[B, T, N, H]` queries, or `[B, L, N, H]` of some tokens.
         k: `[B, T, M, H]` keys; `M` divides `N`, key head `m` serves query heads `m*N/M` onwards.
         v: `[B, T, M, V]` values.
         scale: factor of the scores, `H ** -0.5` by default.
         cu_seqlens_cpu: `[D + 1]` offsets of the documents in the folded sequence `[B*T]`, on the CPU.
             Without, every row is a document.
+        tokens_cpu: `[L]`, which tokens of a row the queries are, on the CPU, in runs that rise by one.
+            Without, all of them.
 
     Returns:
-        `[B, T, N, V]` in the dtype of `q`; computed in float32, or float64 for float64 inputs.
+        `[B, L, N, V]` in the dtype of `q`; computed in float32, or float64 for float64 inputs.
     """
+    batch, length = k.shape[:2]
     if cu_seqlens_cpu is None:
-        cu_seqlens_cpu = torch.arange(q.shape[0] + 1) * q.shape[1]
-    return attention_forward(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, cu_seqlens_cpu)[0]
+        cu_seqlens_cpu = torch.arange(batch + 1) * length
+    if tokens_cpu is not None:
+        tokens_cpu = (torch.arange(batch)[:, None] * length + tokens_cpu).flatten()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attention_forward(q, k, v, scale, cu_seqlens_cpu, tokens_cpu)[0]
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _blocks(cu_seqlens_cpu: Tensor, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Query range, key range, and `[queries, keys]` where a query must not look, block by block."""
-    length = int(cu_seqlens_cpu[-1])
+def _blocks(
+    cu_seqlens_cpu: Tensor, tokens_cpu: Tensor | None, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Query rows, key range, and `[queries, keys]` where a query must not look, block by block.
+
+    A block is at most `QUERIES` rows whose tokens rise by one.
+    """
     starts = cu_seqlens_cpu[:-1].repeat_interleave(cu_seqlens_cpu.diff())
-    first_keys = starts[::QUERIES].tolist()
-    starts = starts.to(device)
-    for first, low in zip(range(0, length, QUERIES), first_keys, strict=True):
-        high = min(first + QUERIES, length)
-        query = torch.arange(first, high, device=device)[:, None]
-        key = torch.arange(low, high, device=device)
-        yield slice(first, high), slice(low, high), (key > query) | (key < starts[first:high, None])
+    tokens = torch.arange(len(starts)) if tokens_cpu is None else tokens_cpu
+    breaks = (tokens.diff() != 1).nonzero().flatten() + 1
+    runs = [0, *breaks.tolist(), len(tokens)]
+    for begin, end in zip(runs, runs[1:], strict=False):
+        for first in range(begin, end, QUERIES):
+            rows = slice(first, min(first + QUERIES, end))
+            query = tokens[rows, None]
+            keys = slice(int(starts[query[0, 0]]), int(query[-1, 0]) + 1)
+            key = torch.arange(keys.start, keys.stop)
+            yield rows, keys, ((key > query) | (key < starts[query])).to(device)
 
 
 def _heads_first(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -67,15 +85,15 @@ def _fold(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("titan_gdn::document_attention", mutates_args=())
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens_cpu: Tensor
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens_cpu: Tensor, tokens_cpu: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output `[B, T, N, V]` and the logarithm of each query's sum of exponentials `[B*T, M, G]`."""
+    """Output `[B, L, N, V]` and the logarithm of each query's sum of exponentials `[B*L, M, G]`."""
     dtype = _compute_dtype(q)
     q_TMGH, k_TM1H, v_TM1V = _fold(q, k, v)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(q_TMGH.shape[:3], dtype=dtype)
     out_TMGV = out.view(*q_TMGH.shape[:3], -1)
-    for rows, keys, hidden in _blocks(cu_seqlens_cpu, q.device):
+    for rows, keys, hidden in _blocks(cu_seqlens_cpu, tokens_cpu, q.device):
         scores = _scores(q_TMGH, k_TM1H, rows, keys, hidden, scale, dtype)
         lse_MGr = scores.logsumexp(-1)
         values = _heads_first(v_TM1V, keys, dtype)
@@ -98,7 +116,7 @@ def _scores(
 
 
 @attention_forward.register_fake
-def _(q, k, v, scale, cu_seqlens_cpu):  # noqa: ANN001, ANN202
+def _(q, k, v, scale, cu_seqlens_cpu, tokens_cpu):  # noqa: ANN001, ANN202
     batch, length, heads, _ = q.shape
     lse = q.new_empty(batch * length, k.shape[2], heads // k.shape[2], dtype=_compute_dtype(q))
     return q.new_empty(batch, length, heads, v.shape[-1]), lse
@@ -111,6 +129,7 @@ def attention_backward(
     v: Tensor,
     scale: float,
     cu_seqlens_cpu: Tensor,
+    tokens_cpu: Tensor | None,
     out: Tensor,
     lse: Tensor,
     d_out: Tensor,
@@ -121,7 +140,7 @@ def attention_backward(
     out_TMGV, d_out_TMGV = (x.flatten(0, 1).unflatten(1, (k.shape[2], -1)) for x in (out, d_out))
     dq_TMGH = torch.zeros_like(q_TMGH, memory_format=torch.contiguous_format)
     dk_TM1H, dv_TM1V = (torch.zeros_like(x, dtype=dtype) for x in (k_TM1H, v_TM1V))
-    for rows, keys, hidden in _blocks(cu_seqlens_cpu, q.device):
+    for rows, keys, hidden in _blocks(cu_seqlens_cpu, tokens_cpu, q.device):
         scores = _scores(q_TMGH, k_TM1H, rows, keys, hidden, scale, dtype)
         weights = scores.sub_(lse[rows].permute(1, 2, 0).unsqueeze(-1)).exp_()
         do = _heads_first(d_out_TMGV, rows, dtype)
@@ -140,22 +159,22 @@ def _sum_heads(a: Tensor, b: Tensor) -> Tensor:
 
 
 @attention_backward.register_fake
-def _(q, k, v, scale, cu_seqlens_cpu, out, lse, d_out):  # noqa: ANN001, ANN202
+def _(q, k, v, scale, cu_seqlens_cpu, tokens_cpu, out, lse, d_out):  # noqa: ANN001, ANN202
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
-    q, k, v, ctx.scale, cu_seqlens_cpu = inputs
+    q, k, v, ctx.scale, cu_seqlens_cpu, tokens_cpu = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, cu_seqlens_cpu, *output)
+    ctx.save_for_backward(q, k, v, cu_seqlens_cpu, tokens_cpu, *output)
 
 
 def _backward(ctx, d_out, _d_lse):  # noqa: ANN001, ANN202
     if d_out is None:
-        return None, None, None, None, None
-    q, k, v, cu_seqlens_cpu, out, lse = ctx.saved_tensors
-    dq, dk, dv = attention_backward(q, k, v, ctx.scale, cu_seqlens_cpu, out, lse, d_out)
-    return dq, dk, dv, None, None
+        return None, None, None, None, None, None
+    q, k, v, cu_seqlens_cpu, tokens_cpu, out, lse = ctx.saved_tensors
+    dq, dk, dv = attention_backward(q, k, v, ctx.scale, cu_seqlens_cpu, tokens_cpu, out, lse, d_out)
+    return dq, dk, dv, None, None, None
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -5,23 +5,27 @@ Reference: `transformers`, `models/qwen3_next/modeling_qwen3_next.py`.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torchtitan.config import ParallelismConfig
 from torchtitan.models.common import FeedForward
-from torchtitan.models.common.attention import AttentionMasksType
+from torchtitan.models.common.attention import AttentionMasksType, FlexAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 from torchtitan.protocols.module import Module
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
 
 from titan_gdn.layers.gated_attention import GatedAttention
 from titan_gdn.layers.gated_delta_net import Decay, GatedDeltaNet
 from titan_gdn.layers.norms import ZeroCentredRMSNorm
 from titan_gdn.models.qwen3_next.sharding import set_sharding
-from titan_gdn.parallel.sequence import SequenceLayout
+from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
+from titan_gdn.parallel.traffic import choose
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -61,7 +65,7 @@ class Qwen3NextBlock(Module):
         """`[B, L, D]` to `[B, L, D]`; `decay` is what this layer's `Decay` returned, if it has one."""
         h_BLD = self.attention_norm(x_BLD)
         if self.linear_attention is not None:
-            h_BLD = self.linear_attention(h_BLD, decay, sequence)
+            h_BLD = self.linear_attention(h_BLD, *decay, sequence=sequence)
         else:
             h_BLD = self.attention(h_BLD, attention_masks, positions, sequence)
         x_BLD = x_BLD + h_BLD
@@ -89,7 +93,8 @@ class Qwen3NextModel(Decoder):
             Raises:
                 ValueError: heads that TP does not divide, or a sequence beyond the rotary embedding.
             """
-            tp, seq_len = config.parallelism.tensor_parallel_degree, config.training.seq_len
+            parallelism, seq_len = config.parallelism, config.training.seq_len
+            tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
             linear, attention = next(iter(self.linear_layers()), None), self.first_attention
             split = {"rows of the vocabulary": self.vocab_size}
             if linear:
@@ -104,6 +109,11 @@ class Qwen3NextModel(Decoder):
                         f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; "
                         f"possible are {_divisors(list(split.values()))}"
                     )
+            kernel = next((layer.run.kernel for layer in self.linear_layers()), "auto")
+            if kernel == "fla" and device_type == "cpu":
+                raise ValueError(
+                    "linear_attention.kernel = 'fla' needs a GPU; possible here are 'auto' and 'torch'"
+                )
             experts = any(layer.moe is not None for layer in self.layers)
             compiled = config.compile.enable and "model" in config.compile.components
             if experts and compiled and config.training.mixed_precision_param == "float32":
@@ -116,6 +126,24 @@ class Qwen3NextModel(Decoder):
                     f"parallelism.tensor_parallel_degree = {tp} and the {attention.n_key_value_heads} "
                     "key-value heads of the full attention: one must divide the other"
                 )
+            if linear and linear.n_key_heads % (tp * cp):
+                raise ValueError(
+                    f"the {linear.n_key_heads} key heads of Gated DeltaNet do not divide by "
+                    f"parallelism.tensor_parallel_degree = {tp} times context_parallel_degree = {cp}; with "
+                    f"this tp, cp may be {_divisors([linear.n_key_heads // tp])}, whichever the exchange"
+                )
+            sp = tp if parallelism.enable_sequence_parallel else 1
+            if cp > 1 and seq_len % (2 * cp * sp):
+                raise ValueError(
+                    f"training.seq_len = {seq_len} does not divide by 2 * context_parallel_degree = {2 * cp}"
+                    + (f" times tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
+                )
+            flex = attention and isinstance(attention.inner_attention, FlexAttention.Config)
+            if cp > 1 and flex and seq_len % (128 * cp):
+                raise ValueError(
+                    f"training.seq_len = {seq_len} does not divide by 128 * context_parallel_degree = "
+                    f"{128 * cp}, which FlexAttention's blocks need"
+                )
             if seq_len > self.max_seq_len:
                 raise ValueError(
                     f"training.seq_len = {seq_len} exceeds the {self.max_seq_len} tokens of the rotary "
@@ -126,6 +154,7 @@ class Qwen3NextModel(Decoder):
             """Complete the configuration with what the run says (called by TorchTitan's trainer)."""
             parallelism = config.parallelism
             self.check(config)
+            self._choose_exchange(parallelism)
             # `super()` would not find it: the dataclass decorator with slots makes a new class.
             Decoder.Config.update_from_config(self, config=config, **kwargs)
             set_sharding(
@@ -134,6 +163,17 @@ class Qwen3NextModel(Decoder):
                 enable_sp=parallelism.enable_sequence_parallel,
                 enable_ep=parallelism.expert_parallel_degree > 1,
             )
+
+        def _choose_exchange(self, parallelism: ParallelismConfig) -> None:
+            """Replace "auto" by the exchange that sends less."""
+            cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+            chosen = None
+            for layer in self.linear_layers():
+                if cp > 1 and layer.run.exchange == "auto":
+                    chosen = choose(layer.shape(), cp, tp, parallelism.enable_sequence_parallel)
+                    layer.run = replace(layer.run, exchange=chosen[0])
+            if chosen:
+                logger.info(f"Exchange of Gated DeltaNet at CP {cp}, TP {tp}: {chosen[0]} ({chosen[1]})")
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Parameters, and floating point operations a token of forward and backward.
@@ -146,10 +186,11 @@ class Qwen3NextModel(Decoder):
             heads, widths = (attention.n_heads, 2 * attention.head_dim) if attention else (0, 0)
             nparams, flops = get_moe_model_nparams_and_flops(self, model, heads, widths, seq_len)
             for layer in self.linear_layers():
-                flops += (
-                    3 * 3 * 2 * layer.n_value_heads * layer.mixer.key_head_dim * layer.mixer.value_head_dim
-                )
+                flops += 3 * 3 * 2 * layer.n_value_heads * layer.key_head_dim * layer.value_head_dim
             return nparams, flops
+
+    # How sequences are split over ranks; set when the model is parallelized.
+    context_parallel: ContextParallel | None = None
 
     def decays(self) -> Iterator[Decay]:
         """The decay modules of this model part's layers, in order."""
@@ -173,8 +214,10 @@ class Qwen3NextModel(Decoder):
             attention_masks: the block mask of FlexAttention, built by the trainer.
         """
         if positions is None:
+            if self.context_parallel is not None:
+                raise ValueError("context parallelism needs positions: a shard does not say where it stands")
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
-        sequence = SequenceLayout.from_positions(positions)
+        sequence = SequenceLayout.from_positions(positions, self.context_parallel)
         decays = iter([decay() for decay in self.decays()])
         h_BLD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
@@ -185,10 +228,12 @@ class Qwen3NextModel(Decoder):
 
 
 def _hidden_widths(layer: Qwen3NextBlock.Config) -> dict[str, int]:
+    """What TP divides in a feed-forward."""
     if layer.moe is None:
         return {"hidden dimensions of a feed-forward": layer.feed_forward.w1.out_features}
     return {
-        "hidden dimensions of an expert": layer.moe.routed_experts.inner_experts.hidden_dim,
+        # Eight at a time: torch's grouped products want rows of 16 bytes.
+        "times 8 hidden dimensions of an expert": layer.moe.routed_experts.inner_experts.hidden_dim // 8,
         "hidden dimensions of the shared expert": layer.moe.shared_experts.w1.out_features,
     }
 

@@ -11,6 +11,9 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
 
+from titan_gdn.parallel.sequence import ContextParallel
+from titan_gdn.parallel.waiting import keep_gradients
+
 if TYPE_CHECKING:
     from titan_gdn.models.qwen3_next.model import Qwen3NextModel
 
@@ -26,6 +29,9 @@ def parallelize_qwen3_next(
     dump_folder: str,
 ) -> "Qwen3NextModel":
     """Tensor parallelism, activation checkpointing, compilation, FSDP2; on the meta device, in place."""
+    split_context(model, parallel_dims, parallelism)
+    if parallelism.spmd_backend == "partial_dtensor":
+        keep_gradients()
     if parallelism.spmd_backend == "spmd_types" or parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)
     if ac_config is not None:
@@ -70,3 +76,19 @@ def parallelize_qwen3_next(
                 # gloo has no reduction with a factor, which FSDP uses otherwise.
                 module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def split_context(
+    model: "Qwen3NextModel", parallel_dims: ParallelDims, parallelism: ParallelismConfig
+) -> None:
+    """Tell the model and its layers over which ranks sequences are split."""
+    cp_mesh = parallel_dims.get_optional_mesh("cp")
+    tp_mesh = parallel_dims.get_optional_mesh("tp") if parallelism.enable_sequence_parallel else None
+    if cp_mesh is not None:
+        order = parallelism.context_parallel_load_balancer or "contiguous"
+        model.context_parallel = ContextParallel(cp_mesh, order, judges=parallel_dims.get_mesh("loss"))
+    for layer in model.layers.values():
+        if layer.linear_attention is not None:
+            layer.linear_attention.split_sequence(cp_mesh, tp_mesh)
+        else:
+            layer.attention.inner_attention.cp_mesh = cp_mesh

@@ -149,7 +149,7 @@ class Qwen3NextStateDictAdapter(StateDictAdapter):
 
     def _values(self, prefix: str) -> int:
         config = self._linear(prefix)
-        return config.n_value_heads * config.mixer.value_head_dim
+        return config.n_value_heads * config.value_head_dim
 
     def _qkvz_rows(self, prefix: str) -> Tensor:
         """Which row of `[in_proj_qkv; in_proj_z]` each row of `in_proj_qkvz` is."""
@@ -162,7 +162,7 @@ class Qwen3NextStateDictAdapter(StateDictAdapter):
     def _conv_rows(self, prefix: str) -> Tensor:
         """Which channel of ours, group by group, each channel of `conv1d` is."""
         config = self._linear(prefix)
-        K, W = config.mixer.key_head_dim, config.conv.group_width
+        K, W = config.key_head_dim, config.conv.group_width
         channels = torch.arange(config.n_key_heads * W).view(-1, W)
         return torch.cat([part.flatten() for part in channels.split([K, K, W - 2 * K], 1)])
 

@@ -1,0 +1,254 @@
+"""One Gated DeltaNet layer on four ranks against the same layer on one: a function that every rank runs."""
+
+import itertools
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+LENGTH, WIDTH, GROUPS = 128, 32, 4
+RAGGED = [0, 1, 3, 6, 31, 32, 33, 65, 66, 95, 100, 127, 128]  # 1, 2 and 3 tokens beside the edges of shards
+MESHES = [
+    (1, 1, False),
+    (2, 1, False),
+    (2, 1, True),
+    (1, 2, False),
+    (2, 2, False),
+    (2, 2, True),
+    (1, 4, False),
+]
+CASES = list(
+    itertools.product(
+        ("all_to_all", "all_gather"),
+        ("contiguous", "headtail"),
+        ("one", "ragged"),
+        MESHES,
+        (1, 2, 4),
+        (8, 12),
+    )
+)
+
+
+def name(case):
+    exchange, order, documents, (tp, cp, sp), R, V = case
+    return f"{exchange}-{order}-{documents}-tp{tp}-cp{cp}-{'sp' if sp else 'no_sp'}-R{R}-V{V}"
+
+
+def is_bitwise(case):
+    """Without TP, unless a matrix product is so narrow that the library takes another kernel for it.
+
+    That is below 16 rows of a weight (all_gather cuts weights; `in_proj_ba` has `2R` rows a group), and where
+    the rule runs on a single group, whose products are no batch.
+    """
+    exchange, _, _, (tp, cp, _), R, _ = case
+    groups = GROUPS // cp
+    return tp == 1 and (cp == 1 or (groups > 1 and (exchange == "all_to_all" or 2 * R * groups >= 16)))
+
+
+def set_up():
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    dist.init_process_group("gloo")
+    torch.autograd.set_multithreading_enabled(False)
+    set_spmd_backend("partial_dtensor")
+
+
+def dims(tp, cp, cache={}):  # noqa: B006 (one set of process groups a mesh)
+    from torchtitan.distributed import ParallelDims
+
+    if (tp, cp) not in cache:
+        cache[tp, cp] = ParallelDims(
+            dp_replicate=1,
+            dp_shard=-1,
+            cp=cp,
+            tp=tp,
+            pp=1,
+            ep=1,
+            world_size=4,
+            spmd_backend="partial_dtensor",
+        )
+        cache[tp, cp].build_mesh()
+    return cache[tp, cp]
+
+
+def split_layer(exchange, tp, cp, sp, R, V, regather=False):
+    """The same layer whole and split; half of its heads forget slowly."""
+    from titan_gdn.bench.layer import LayerOptions, build
+
+    options = LayerOptions(
+        dim=WIDTH,
+        key_heads=GROUPS,
+        value_heads=GROUPS * R,
+        key_dim=8,
+        value_dim=V,
+        cp=1,
+        tp=1,
+        sequence_parallel=sp,
+    )
+    torch.manual_seed(R + V)
+    whole, _ = build(options, exchange, dims(1, 1))
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+        rates = torch.tensor([0.01, 2.0]).repeat(GROUPS * R)[: GROUPS * R]  # g about -0.01 and -2
+        whole.decay.A_log.copy_(rates.log())
+    options.tp, options.cp = tp, cp
+    split, _ = build(options, exchange, dims(tp, cp), whole.state_dict(), regather)
+    return whole, split
+
+
+def local(x, tp, cp, sp, order):
+    """This rank's tokens of `[B, T, ...]`."""
+    from titan_gdn.parallel.sequence import shard_order
+
+    parallel = dims(tp, cp)
+    if cp > 1:
+        x = x[:, shard_order(x.shape[1], cp, order).view(cp, -1)[parallel.get_mesh("cp").get_local_rank()]]
+    if tp > 1 and sp:
+        x = x.chunk(tp, 1)[parallel.get_mesh("tp").get_local_rank()]
+    return x.detach().clone()
+
+
+def positions_of(documents):
+    if documents == "one":
+        return torch.arange(LENGTH)[None]
+    return torch.cat([torch.arange(b - a) for a, b in zip(RAGGED, RAGGED[1:], strict=False)])[None]
+
+
+def layouts(documents, tp, cp, order):
+    """The sequence whole, and as this rank sees it."""
+    from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
+
+    positions = positions_of(documents)
+    whole = SequenceLayout.from_positions(positions)
+    if cp == 1:
+        return whole, whole
+    mesh = dims(tp, cp).get_mesh("cp")
+    shards = local(positions, tp, cp, False, order)
+    return whole, SequenceLayout.from_positions(shards, ContextParallel(mesh, order, mesh))
+
+
+def errors(case, regather=False):
+    """Relative errors of output and gradients, and whether the output is equal to the bit."""
+    from tests.reference import relative_error
+
+    exchange, order, documents, (tp, cp, sp), R, V = case
+    whole, split = split_layer(exchange, tp, cp, sp, R, V, regather)
+    sequence, shards = layouts(documents, tp, cp, order)
+    torch.manual_seed(1)
+    x, d_out = torch.randn(2, 1, LENGTH, WIDTH)
+    x.requires_grad_()
+    expected = whole(x, *whole.decay(), sequence=sequence)
+    expected.backward(d_out)
+
+    mine = local(x, tp, cp, sp, order).requires_grad_()
+    out = split(mine, *split.decay(), sequence=shards)
+    # The output may still be under way: an operation on it waits.
+    out = out.to_local() * 1 if isinstance(out, DTensor) else out
+    out.backward(local(d_out, tp, cp, sp, order))
+    found = {
+        "output": relative_error(out, local(expected, tp, cp, sp, order)),
+        "input": relative_error(mine.grad, local(x.grad, tp, cp, sp, order)),
+    }
+    bitwise = torch.equal(out, local(expected, tp, cp, sp, order))
+    for (key, theirs), ours in zip(whole.named_parameters(), split.parameters(), strict=True):
+        gradient = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad.clone()
+        if cp > 1:  # as FSDP does
+            dist.all_reduce(gradient, group=dims(tp, cp).get_mesh("cp").get_group())
+        found[key] = relative_error(gradient, theirs.grad)
+    return found, bitwise
+
+
+def matrix(cases):
+    set_up()
+    return {name(case): errors(case) for case in cases}
+
+
+def round_trip_of_tokens():
+    """Token numbers through each exchange: in natural order after it, in place again on the way back."""
+    set_up()
+    wrong = []
+    for exchange, order, _, (tp, cp, sp), R, V in [c for c in CASES if c[2] == "ragged" and c[4:] == (2, 8)]:
+        _, split = split_layer(exchange, tp, cp, sp, R, V)
+        _, shards = layouts("ragged", tp, cp, order)
+        numbers = (
+            torch.arange(LENGTH, dtype=torch.float64)[None, :, None].expand(2, -1, 3)
+            + 1000 * torch.arange(2.0)[:, None, None]
+        )
+        mine = local(numbers, tp, cp, sp, order)
+        run = split.exchange.groups(GROUPS // tp)
+
+        def project(x, groups):
+            return x[:, :, None, :1] + torch.arange(groups.start, groups.stop)[:, None] * 10000
+
+        y, home = split.exchange.to_heads(mine, project, GROUPS // tp, shards)
+        expected = numbers[:, :, None, :1] + torch.arange(run.start, run.stop)[:, None] * 10000
+        here = local(numbers, tp, cp, False, order)
+        back = split.exchange.to_tokens(y, shards)
+        whole = here[:, :, None, :1] + torch.arange(GROUPS // tp)[:, None] * 10000
+        if not (torch.equal(y, expected) and torch.equal(home, here) and torch.equal(back, whole)):
+            wrong.append((exchange, order, tp, cp, sp))
+    return wrong
+
+
+def wrong_orders():
+    """What each rank says when tokens arrive in another order than declared."""
+    from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
+
+    set_up()
+    said = []
+    mesh = dims(1, 4).get_mesh("cp")
+    for declared, real in (("contiguous", "headtail"), ("headtail", "contiguous")):
+        for documents in ("one", "ragged"):
+            try:
+                SequenceLayout.from_positions(
+                    local(positions_of(documents), 1, 4, False, real), ContextParallel(mesh, declared, mesh)
+                )
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def traffic():
+    """Recorded bytes over CP and TP, forward and backward, beside the formulas'."""
+    from titan_gdn.bench.layer import LayerOptions, measure
+
+    set_up()
+    rows = []
+    for exchange, (tp, cp, sp) in itertools.product(("all_to_all", "all_gather"), MESHES):
+        if tp * cp != int(os.environ["WORLD_SIZE"]):
+            continue
+        options = LayerOptions(
+            dim=WIDTH,
+            key_heads=GROUPS,
+            value_heads=GROUPS * 2,
+            key_dim=8,
+            value_dim=12,
+            tokens=LENGTH,
+            batch=2,
+            cp=cp,
+            tp=tp,
+            sequence_parallel=sp,
+            repeats=1,
+        )
+        rows.append(((exchange, tp, cp, sp), measure(options, exchange, True)))
+    return rows
+
+
+def regathered():
+    """Peak of what autograd keeps, and errors, with and without gathering again."""
+    set_up()
+    found = {}
+    for again in (False, True):
+        kept = []
+
+        def keep(x, kept=kept):
+            kept.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            worst, _ = errors(("all_gather", "headtail", "ragged", (1, 4, False), 2, 8), again)
+        found[again] = (max(worst.values()), sum(n == LENGTH * WIDTH for n in kept))
+    return found

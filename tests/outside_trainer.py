@@ -1,0 +1,73 @@
+"""A block of ours in a plain PyTorch program: `init_device_mesh`, `fully_shard`, `torch.compile`, no trainer.
+
+The README shows the same lines.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.layer_cases import LENGTH, positions_of
+from tests.reference import relative_error
+
+
+class Model(torch.nn.Module):
+    """The decay parameters are a unit of their own, called before the blocks, by the root."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, sequence):
+        return self.block(x, None, None, self.block.linear_attention.decay(), sequence=sequence)
+
+
+def block_on_a_mesh(exchange, backend):
+    """Relative errors of three steps' outputs and gradients against the same block on one rank."""
+    from titan_gdn.layers.linear_attention import LinearAttentionConfig
+    from titan_gdn.models.qwen3_next import qwen3_next
+    from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout, shard_order
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    config = qwen3_next(
+        dim=64, n_layers=1, n_experts=0, hidden_dim=96, n_linear_key_heads=4, n_linear_value_heads=8
+    )
+    block_config = config.layers[0]
+    block_config.linear_attention.run = LinearAttentionConfig(exchange=exchange)
+    torch.manual_seed(0)
+    block = block_config.build()
+    block.init_states()
+    whole, model = Model(copy.deepcopy(block)), Model(block)
+
+    block.linear_attention.split_sequence(cp_mesh=mesh, tp_mesh=None)
+    if backend is not None:
+        block.compile(fullgraph=True, backend=backend)
+    units = [block.linear_attention.decay, block, model]
+    for unit in units:
+        fully_shard(unit, mesh=mesh)
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)  # the ranks' tokens add up to one batch
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+    mine = shard_order(LENGTH, 2, "headtail").view(2, -1)[mesh.get_local_rank()]
+    positions = positions_of("ragged")
+    found = []
+    for _ in range(3):
+        x = torch.randn(1, LENGTH, 64)
+        model.zero_grad()
+        whole.zero_grad()
+        expected = whole(x, SequenceLayout.from_positions(positions))
+        expected.square().sum().backward()
+        sequence = SequenceLayout.from_positions(
+            positions[:, mine], ContextParallel(mesh, "headtail", judges=mesh)
+        )
+        out = model(x[:, mine], sequence)
+        out.square().sum().backward()
+        found.append(relative_error(out, expected[:, mine]))
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            found.append(relative_error(ours.grad.full_tensor(), theirs.grad))
+    return max(found)

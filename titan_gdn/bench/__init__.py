@@ -1,0 +1,1 @@
+"""Measurements: `python -m titan_gdn.bench {layer,exchange}`."""

@@ -1,0 +1,246 @@
+"""Gated DeltaNet on N ranks: what crosses each group, how long it takes, how much memory it needs.
+
+Bytes are recorded from the collectives that run, and stand beside the formula's.
+"""
+
+import json
+import multiprocessing
+import os
+import resource
+import socket
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.tools.utils import device_module, device_type
+
+from titan_gdn.bench.recorder import BytesSent
+from titan_gdn.layers.gated_delta_net import GatedDeltaNet
+from titan_gdn.layers.linear_attention import LinearAttentionConfig
+from titan_gdn.models.qwen3_next import qwen3_next
+from titan_gdn.models.qwen3_next.sharding import set_gated_delta_net
+from titan_gdn.parallel.exchange import ExchangeName
+from titan_gdn.parallel.sequence import ContextParallel, Order, SequenceLayout, shard_order
+from titan_gdn.parallel.traffic import LayerShape, elements_in, elements_out
+
+
+@dataclass(kw_only=True)
+class LayerOptions:
+    """The layer, the mesh and the sequence; the defaults are Qwen3-Next's layer, narrowed for two cores."""
+
+    dim: int = 1024
+    """Width of the hidden states."""
+    key_heads: int = 8
+    value_heads: int = 16
+    key_dim: int = 128
+    value_dim: int = 128
+    tokens: int = 2048
+    """Tokens of a row, over all ranks."""
+    batch: int = 1
+    cp: int = 2
+    tp: int = 1
+    sequence_parallel: bool = True
+    """Hidden states are sharded over TP as well."""
+    order: Order = "headtail"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    kernel: Literal["auto", "fla", "torch"] = "auto"
+    exchanges: tuple[ExchangeName, ...] = field(default_factory=lambda: get_args(ExchangeName))
+    """Which exchanges to run, one after the other."""
+    repeats: int = 5
+    """Timed forwards and backwards, after one that is not; medians are printed."""
+    json: str | None = None
+    """Write the figures to this file."""
+
+
+def build(
+    options: LayerOptions,
+    exchange: ExchangeName,
+    parallel_dims: ParallelDims,
+    weights: dict[str, torch.Tensor] | None = None,
+    regather: bool = False,
+) -> tuple[GatedDeltaNet, LayerShape]:
+    """The layer and its shape, split over the mesh of `parallel_dims` (backend "partial_dtensor")."""
+    model = qwen3_next(
+        dim=options.dim,
+        n_layers=1,
+        layer_types=["linear_attention"],
+        n_experts=0,
+        n_linear_key_heads=options.key_heads,
+        n_linear_value_heads=options.value_heads,
+        linear_key_head_dim=options.key_dim,
+        linear_value_head_dim=options.value_dim,
+    )
+    config = model.linear_layers()[0]
+    config.run = LinearAttentionConfig(kernel=options.kernel, exchange=exchange, regather=regather)
+    sharded = options.sequence_parallel and options.tp > 1
+    set_gated_delta_net(config, sharded)
+    with torch.device(device_type):
+        layer = config.build()
+    layer.init_states()
+    for name, parameter in layer.named_parameters():
+        if "decay" not in name:
+            parameter.data = parameter.data.to(getattr(torch, options.dtype))
+    if weights is not None:
+        layer.load_state_dict(weights)
+    tp_mesh = parallel_dims.get_mesh("tp") if sharded else None
+    layer.split_sequence(parallel_dims.get_optional_mesh("cp"), tp_mesh)
+    if options.tp > 1:
+        layer.parallelize(parallel_dims)
+    return layer, config.shape()
+
+
+def measure(options: LayerOptions, exchange: ExchangeName, computes: bool) -> dict[str, Any]:
+    """Run the layer on this rank, or of it the exchange alone; figures of this rank."""
+    parallel_dims = ParallelDims(
+        dp_replicate=1,
+        dp_shard=1,
+        cp=options.cp,
+        tp=options.tp,
+        pp=1,
+        ep=1,
+        world_size=options.cp * options.tp,
+        spmd_backend="partial_dtensor",
+    )
+    layer, shape = build(options, exchange, parallel_dims)
+    sharded = options.sequence_parallel and options.tp > 1
+    split = options.cp * (options.tp if sharded else 1)
+    x = torch.randn(options.batch, options.tokens // split, options.dim, device=device_type)
+    x = x.to(getattr(torch, options.dtype)).requires_grad_()
+    context, mine = None, torch.arange(options.tokens)
+    if options.cp > 1:
+        cp_mesh = parallel_dims.get_mesh("cp")
+        context = ContextParallel(cp_mesh, options.order, cp_mesh)
+        mine = shard_order(options.tokens, options.cp, options.order).view(options.cp, -1)[
+            cp_mesh.get_local_rank()
+        ]
+    positions = mine.expand(options.batch, -1).to(device_type)
+    sequence = SequenceLayout.from_positions(positions, context)
+
+    def whole_layer() -> torch.Tensor:
+        out = layer(x, *layer.decay(), sequence=sequence)
+        # The output may still be under way: an operation on it waits.
+        return out.to_local() * 1 if isinstance(out, DTensor) else out
+
+    def only_exchange() -> torch.Tensor:
+        groups, width = options.key_heads // options.tp, shape.exchanged // options.key_heads
+
+        def project(x: torch.Tensor, run: slice) -> torch.Tensor:
+            return x[..., None, :1].expand(-1, -1, run.stop - run.start, width).contiguous()
+
+        y, _ = layer.exchange.to_heads(x, project, groups, sequence)
+        return layer.exchange.to_tokens(y[..., : shape.output // options.key_heads].contiguous(), sequence)
+
+    forward = whole_layer if computes else only_exchange
+
+    with BytesSent() as sent_forward:
+        out = forward()
+    with BytesSent() as sent_backward:
+        out.backward(torch.ones_like(out))
+    times = {"forward": [], "backward": []}
+    for _ in range(options.repeats):
+        dist.barrier()
+        begin = _now()
+        out = forward()
+        middle = _now()
+        out.backward(torch.ones_like(out))
+        times["forward"].append(middle - begin)
+        times["backward"].append(_now() - middle)
+    axes = {
+        parallel_dims.get_mesh(a).get_group().group_name: a for a in ("cp", "tp") if getattr(options, a) > 1
+    }
+    size, tokens = x.element_size(), options.batch * options.tokens
+    return {
+        "exchange": exchange,
+        **{f"{way} (s)": statistics.median(seconds) for way, seconds in times.items()},
+        "peak memory (MiB)": _peak_memory() / 2**20,
+        **{
+            f"{axis} {way} (bytes)": sum(sent.bytes[group] for group, name in axes.items() if name == axis)
+            for axis in ("cp", "tp")
+            for way, sent in (("forward", sent_forward), ("backward", sent_backward))
+        },
+        "cp formula (bytes)": size
+        * (
+            elements_in(exchange, shape, tokens, options.cp, options.tp, sharded)
+            + elements_out(shape, tokens, options.cp, options.tp)
+        )
+        if options.cp > 1
+        else 0,
+    }
+
+
+def _now() -> float:
+    device_module.synchronize()
+    return time.perf_counter()
+
+
+def _peak_memory() -> int:
+    if device_type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _rank(
+    rank: int, port: int, options: LayerOptions, exchange: ExchangeName, computes: bool, results: Any
+) -> None:
+    world_size = options.cp * options.tp
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    backend = dist.Backend.default_device_backend_map[device_type]
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
+    set_spmd_backend("partial_dtensor")
+    torch.manual_seed(0)
+    figures = measure(options, exchange, computes)
+    if rank == 0:
+        results.put(figures)
+    dist.barrier()
+    os._exit(0) if device_type == "cpu" else dist.destroy_process_group()
+
+
+def run(options: LayerOptions, computes: bool = True) -> list[dict[str, Any]]:
+    """Run each exchange on ranks of its own, so that memory peaks do not mix; print and return figures."""
+    fork, rows = multiprocessing.get_context("fork"), []
+    for exchange in options.exchanges:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        results = fork.SimpleQueue()
+        ranks = [
+            fork.Process(target=_rank, args=(rank, port, options, exchange, computes, results))
+            for rank in range(options.cp * options.tp)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise RuntimeError(f"{exchange}: ranks ended with {[process.exitcode for process in ranks]}")
+        rows.append(results.get())
+    _print(options, rows)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"options": asdict(options), "figures": rows}, file, indent=2)
+    return rows
+
+
+def _print(options: LayerOptions, rows: list[dict[str, Any]]) -> None:
+    table = Table(title=f"Gated DeltaNet, {options.tokens} tokens, CP {options.cp}, TP {options.tp}, rank 0")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "exchange" else "right")
+    for row in rows:
+        table.add_row(
+            *(
+                f"{x:.3f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
+                for x in row.values()
+            )
+        )
+    Console(width=200).print(table)

@@ -1,0 +1,55 @@
+"""Counts the bytes that really cross each process group, by watching the collectives that run."""
+
+from collections import defaultdict
+from types import TracebackType
+
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class BytesSent(TorchDispatchMode):
+    """While active, adds up what this rank sends to others, `bytes[group name]`, and the calls it makes.
+
+    An all-gather's rank sends its shard to each of the `n - 1` others, an all-to-all's and a
+    reduce-scatter's all but its own part, an all-reduce's twice that (a reduce-scatter and an all-gather).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = defaultdict(int)
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        name = function.overloadpacket.__name__
+        if function.namespace in ("_c10d_functional", "_dtensor") and name in _SENT:
+            group = _group(args)
+            parts = distributed_c10d._get_group_size_by_name(group)
+            self.bytes[group] += _SENT[name](args[0].numel() * args[0].element_size(), parts)
+            self.calls[group] += 1
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self) -> "BytesSent":
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, value, trace)
+
+
+def _group(args: tuple) -> str:
+    """The group is the last argument: its name, or the group itself."""
+    return args[-1] if isinstance(args[-1], str) else args[-1].group_name
+
+
+def _all_but_own_part(size: int, parts: int) -> int:
+    return size * (parts - 1) // parts
+
+
+_SENT = {
+    "all_gather_into_tensor": lambda size, parts: size * (parts - 1),
+    "reduce_scatter_tensor": _all_but_own_part,
+    "shard_dim_alltoall": _all_but_own_part,
+    "all_to_all_single": _all_but_own_part,
+    "all_reduce": lambda size, parts: 2 * _all_but_own_part(size, parts),
+}

@@ -77,15 +77,13 @@ def decay_bits(argv):
     whole = {n: p.full_tensor().clone() for n, p in model.named_parameters() if "decay" in n}
     seen, weights, same = [], [], []
 
-    def look(module, args, kwargs):
-        rate, bias = (x.to_local() if isinstance(x, DTensor) else x for x in args[3:5])
-        seen.append((rate.clone(), bias.clone()))
-        weight = args[2]
-        weights.append((weight.to_local() if isinstance(weight, DTensor) else weight).dtype)
+    def look(layer, args, kwargs):
+        seen.append(tuple((x.to_local() if isinstance(x, DTensor) else x).clone() for x in args[1:3]))
+        weights.append(layer.conv.weight.dtype)
 
     for layer in model.layers.values():
         if layer.linear_attention is not None:
-            layer.linear_attention.mixer.register_forward_pre_hook(look, with_kwargs=True)
+            layer.linear_attention.register_forward_pre_hook(look, with_kwargs=True)
     trainer.train()
     tp = trainer.parallel_dims.get_optional_mesh("tp")
     size, rank = (tp.size(), tp.get_local_rank()) if tp is not None else (1, 0)

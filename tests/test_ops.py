@@ -132,7 +132,11 @@ def operators():
     return [
         (rule, (q, k, v, g, beta, 0.5, state, offsets, True)),
         (rule, (q, k, v, g, beta, 0.5, None, None, False)),
-        (attention, (*attend, 0.5, offsets)),
+        (attention, (*attend, 0.5, offsets, None)),
+        (
+            attention,
+            (attend[0][:, 20:50].detach().requires_grad_(), *attend[1:], 0.5, offsets, torch.arange(20, 50)),
+        ),
     ]
 
 
@@ -196,6 +200,20 @@ def test_attention_is_the_masked_softmax(dtype):
     assert relative_error(out, expected) < tolerance
     for a, b in zip(*(torch.autograd.grad(y, inputs, d_out) for y in (out, expected)), strict=True):
         assert relative_error(a, b) < tolerance
+
+
+def test_attention_of_some_tokens_is_theirs_of_all():
+    """As a context parallel rank has them: two runs of a row, keys of all tokens, a batch of two."""
+    torch.manual_seed(0)
+    tokens = torch.cat([torch.arange(20, 170), torch.arange(290, 300)])
+    q, k, v = (torch.randn(2, 300, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    offsets = torch.tensor([0, 1, 130, 300, 301, 555, 600])
+    some = document_attention(q[:, tokens], k, v, 0.3, offsets, tokens)
+    expected = reference.document_attention(q, k, v, 0.3, offsets)[:, tokens]
+    assert relative_error(some, expected) < 1e-14
+    d_out = torch.randn_like(some)
+    for a, b in zip(*(torch.autograd.grad(y, (q, k, v), d_out) for y in (some, expected)), strict=True):
+        assert relative_error(a, b) < 1e-14
 
 
 def test_attention_memory_is_linear_in_the_sequence():

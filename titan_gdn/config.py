@@ -317,6 +317,13 @@ def check(config: Trainer.Config, world_size: int) -> None:
         config.model_spec.model.check(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    # The loss takes the sequence in chunks, so that not all logits exist at once.
+    chunks = getattr(config.loss, "num_chunks", 1) * config.parallelism.context_parallel_degree
+    if config.training.seq_len % chunks:
+        raise ConfigError(
+            f"[training] seq_len = {config.training.seq_len}: expected a multiple of {chunks} (chunks of the "
+            "loss times context_parallel_degree)"
+        )
 
 
 def _check_device(config: Trainer.Config) -> None:
@@ -410,13 +417,6 @@ def _check_sizes(config: Trainer.Config, world_size: int) -> None:
             raise ConfigError(f"[{section}] {key} = {value}: expected at least {least}")
     if not training.max_norm > 0:
         raise ConfigError(f"[training] max_norm = {training.max_norm}: expected a positive number")
-    # The loss takes the sequence in chunks, so that not all logits exist at once.
-    chunks = getattr(config.loss, "num_chunks", 1) * parallelism.context_parallel_degree
-    if training.seq_len % chunks:
-        raise ConfigError(
-            f"[training] seq_len = {training.seq_len}: expected a multiple of {chunks} (chunks of the loss "
-            "times context_parallel_degree)"
-        )
     tp = parallelism.tensor_parallel_degree
     if parallelism.enable_sequence_parallel and training.seq_len % tp:
         raise ConfigError(

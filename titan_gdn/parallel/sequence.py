@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, wait_tensor
+from torch.distributed._functional_collectives import all_gather_single, all_reduce, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Order = Literal["contiguous", "headtail"]
@@ -71,7 +71,7 @@ class SequenceLayout(NamedTuple):
         mesh, cp = context_parallel.mesh, context_parallel.mesh.size()
         to_shards = shard_order(positions.shape[1] * cp, cp, context_parallel.order)
         tokens_cpu = to_shards.view(cp, -1)[mesh.get_local_rank()]
-        positions = wait_tensor(all_gather_tensor(positions.contiguous(), 1, mesh))
+        positions = wait_tensor(all_gather_single(positions.contiguous(), 1, mesh))
         if context_parallel.order == "contiguous":
             return cls(*_offsets(positions, context_parallel), tokens_cpu=tokens_cpu)
         from_shards = torch.argsort(to_shards).to(positions.device, non_blocking=True)

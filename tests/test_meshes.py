@@ -3,7 +3,7 @@
 import pytest
 
 from tests import hf, ranks
-from tests.training import largest_error, train
+from tests.training import assert_same_numbers, train
 
 TP, FSDP = "--parallelism.tensor_parallel_degree", "--parallelism.data_parallel_shard_degree"
 NO_SP = "--parallelism.no-enable_sequence_parallel"
@@ -28,11 +28,7 @@ MESHES = {
 def test_loss_gradient_norm_and_gradients_are_those_of_one_rank(run, one_rank, mesh, backend):
     world_size, *argv = MESHES[mesh]
     records = run(world_size, *argv, "--parallelism.spmd_backend", backend)
-    for record in records:
-        assert record["loss"] == pytest.approx(one_rank["loss"], rel=1e-5)
-        assert record["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-5)
-    worst, error = largest_error(records[0]["gradients"], one_rank["gradients"])
-    assert error < 1e-5, worst
+    assert_same_numbers(records, one_rank)
 
 
 def test_a_checkpointed_and_compiled_run_has_the_same_losses(tmp_path):

@@ -4,6 +4,7 @@ import os
 import time
 import types
 
+import pytest
 from torch.distributed.tensor import DTensor
 
 
@@ -81,3 +82,12 @@ def largest_error(gradients, reference):
     errors = {n: ((g - reference[n]).norm() / reference[n].norm()).item() for n, g in gradients.items()}
     worst = max(errors, key=errors.get)
     return worst, errors[worst]
+
+
+def assert_same_numbers(records, one_rank):
+    """Losses, gradient norms and every parameter's gradient are one rank's, to 1e-5."""
+    for record in records:
+        assert record["loss"] == pytest.approx(one_rank["loss"], rel=1e-5)
+        assert record["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-5)
+    worst, error = largest_error(records[0]["gradients"], one_rank["gradients"])
+    assert error < 1e-5, worst

@@ -8,9 +8,7 @@ from torch import nn
 from torchtitan.protocols.module import Module
 
 
-class ZeroCentredRMSNorm(Module):
-    """`(1 + weight) * x / rms(x)` over the last dimension (transformers, `Qwen3NextRMSNorm`)."""
-
+class _RMSNorm(Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         dim: int
@@ -20,24 +18,26 @@ class ZeroCentredRMSNorm(Module):
         super().__init__()
         self.eps = config.eps
         self.weight = nn.Parameter(torch.empty(config.dim))
+
+
+class ZeroCentredRMSNorm(_RMSNorm):
+    """`(1 + weight) * x / rms(x)` over the last dimension (transformers, `Qwen3NextRMSNorm`)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_RMSNorm.Config):
+        pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`[..., dim]` to the same. The argument's name is the one that TorchTitan's norm shardings use."""
         return F.rms_norm(input.float(), self.weight.shape, 1 + self.weight.float(), self.eps).type_as(input)
 
 
-class GatedRMSNorm(Module):
+class GatedRMSNorm(_RMSNorm):
     """`weight * x / rms(x) * silu(gate)` over the last dimension (transformers, `Qwen3NextRMSNormGated`)."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        dim: int
-        eps: float = 1e-6
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.eps = config.eps
-        self.weight = nn.Parameter(torch.empty(config.dim))
+    class Config(_RMSNorm.Config):
+        pass
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """`x` and `gate` `[..., dim]` to `[..., dim]`."""

@@ -1,6 +1,8 @@
 """The operators against step-by-step float64 recurrences."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from tests import reference
 from tests.reference import relative_error
 from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention
+from titan_gdn.ops.causal_conv1d import torch_backend as conv_backend
 
 RAGGED = [0, 1, 3, 6, 64, 130, 131, 200]
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13}
@@ -129,7 +132,12 @@ def operators():
     offsets = torch.tensor([0, 5, 70])
     attend = [torch.randn(1, 70, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     rule, attention = torch.ops.titan_gdn.chunk_gated_delta_rule, torch.ops.titan_gdn.document_attention
+    weight = torch.randn(8, 4, requires_grad=True)
     return [
+        (
+            torch.ops.titan_gdn.causal_conv1d,
+            (attend[0].flatten(2)[..., :8].detach().requires_grad_(), weight, offsets),
+        ),
         (rule, (q, k, v, g, beta, 0.5, state, offsets, True)),
         (rule, (q, k, v, g, beta, 0.5, None, None, False)),
         (attention, (*attend, 0.5, offsets, None)),
@@ -168,7 +176,10 @@ def test_a_layer_of_operators_compiles_without_a_graph_break():
 
 @pytest.mark.parametrize("kernel", [1, 2, 4])
 @pytest.mark.parametrize("cu_seqlens", [None, RAGGED])
-def test_convolution_is_the_sum_over_the_past_of_the_document(kernel, cu_seqlens):
+@pytest.mark.parametrize("block", [1, 7, 64, 1000])
+def test_convolution_is_the_sum_over_the_past_of_the_document(kernel, cu_seqlens, block, monkeypatch):
+    """Whatever blocks of tokens it is computed in, documents' starts beside their edges or not."""
+    monkeypatch.setitem(conv_backend.ELEMENTS_AT_ONCE, "cpu", block * 6)
     torch.manual_seed(0)
     x = torch.randn(1, RAGGED[-1], 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, kernel, dtype=torch.float64, requires_grad=True)
@@ -181,8 +192,27 @@ def test_convolution_is_the_sum_over_the_past_of_the_document(kernel, cu_seqlens
 
 
 def test_convolution_takes_sequences_shorter_than_its_kernel():
-    x, weight = torch.randn(2, 2, 3), torch.randn(3, 4)
-    assert relative_error(causal_conv1d(x, weight), reference.causal_conv1d(x, weight)) < 1e-6
+    x, weight = (torch.randn(shape, requires_grad=True) for shape in ((2, 2, 3), (3, 4)))
+    out, expected = causal_conv1d(x, weight), reference.causal_conv1d(x, weight)
+    assert relative_error(out, expected) < 1e-6
+    for a, b in zip(*(torch.autograd.grad(y.sum(), (x, weight)) for y in (out, expected)), strict=True):
+        assert relative_error(a, b) < 1e-6
+
+
+def test_convolution_rounds_to_bfloat16_once():
+    x, weight = torch.randn(1, 50, 6).bfloat16(), torch.randn(6, 4).bfloat16()
+    out = causal_conv1d(x, weight)
+    assert torch.equal(out, causal_conv1d(x.float(), weight.float()).bfloat16())
+
+
+def test_importing_the_operators_is_quick():
+    """Beside `import torch`, without TorchTitan and FLA. The best of three, for a busy machine."""
+    code = (
+        "import sys, time, torch; begin = time.perf_counter(); import titan_gdn.ops; "
+        "assert not {'torchtitan', 'fla', 'triton'} & sys.modules.keys(); print(time.perf_counter() - begin)"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 0.2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

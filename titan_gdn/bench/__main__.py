@@ -2,27 +2,37 @@
 
 import warnings
 
-from titan_gdn import cpu
+import tyro
+
+from titan_gdn.bench.options import LayerOptions, RuleOptions
 
 
-def main() -> None:
-    """Measure a layer, or of it the exchange alone."""
-    warnings.simplefilter("ignore")
-    cpu.enable()
-    import tyro
+def rule(options: tyro.conf.OmitArgPrefixes[RuleOptions]) -> None:
+    """The rule alone, in this process: time, share of the machine's matrix rate, memory."""
+    from titan_gdn.bench.rule import run
 
-    from titan_gdn.bench.layer import LayerOptions, run
+    run(options)
 
-    def layer(options: tyro.conf.OmitArgPrefixes[LayerOptions]) -> None:
-        """The whole layer, with each exchange."""
-        run(options)
 
-    def exchange(options: tyro.conf.OmitArgPrefixes[LayerOptions]) -> None:
-        """Each exchange without projections and rule: communication alone."""
-        run(options, computes=False)
+def layer(options: tyro.conf.OmitArgPrefixes[LayerOptions]) -> None:
+    """The whole layer on some ranks, with each exchange."""
+    _run_layer(options, computes=True)
 
-    tyro.extras.subcommand_cli_from_dict({"layer": layer, "exchange": exchange})
+
+def exchange(options: tyro.conf.OmitArgPrefixes[LayerOptions]) -> None:
+    """Each exchange without projections and rule: communication alone."""
+    _run_layer(options, computes=False)
+
+
+def _run_layer(options: LayerOptions, computes: bool) -> None:
+    from titan_gdn import cpu
+
+    cpu.enable()  # before anything of TorchTitan is imported
+    from titan_gdn.bench.layer import run
+
+    run(options, computes)
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    tyro.extras.subcommand_cli_from_dict({"rule": rule, "layer": layer, "exchange": exchange})

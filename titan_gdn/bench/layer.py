@@ -10,8 +10,8 @@ import resource
 import socket
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,42 +22,15 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.tools.utils import device_module, device_type
 
+from titan_gdn.bench.options import LayerOptions
 from titan_gdn.bench.recorder import BytesSent
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.models.qwen3_next.sharding import set_gated_delta_net
 from titan_gdn.parallel.exchange import ExchangeName
-from titan_gdn.parallel.sequence import ContextParallel, Order, SequenceLayout, shard_order
+from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout, shard_order
 from titan_gdn.parallel.traffic import LayerShape, elements_in, elements_out
-
-
-@dataclass(kw_only=True)
-class LayerOptions:
-    """The layer, the mesh and the sequence; the defaults are Qwen3-Next's layer, narrowed for two cores."""
-
-    dim: int = 1024
-    """Width of the hidden states."""
-    key_heads: int = 8
-    value_heads: int = 16
-    key_dim: int = 128
-    value_dim: int = 128
-    tokens: int = 2048
-    """Tokens of a row, over all ranks."""
-    batch: int = 1
-    cp: int = 2
-    tp: int = 1
-    sequence_parallel: bool = True
-    """Hidden states are sharded over TP as well."""
-    order: Order = "headtail"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    kernel: Literal["auto", "fla", "torch"] = "auto"
-    exchanges: tuple[ExchangeName, ...] = field(default_factory=lambda: get_args(ExchangeName))
-    """Which exchanges to run, one after the other."""
-    repeats: int = 5
-    """Timed forwards and backwards, after one that is not; medians are printed."""
-    json: str | None = None
-    """Write the figures to this file."""
 
 
 def build(

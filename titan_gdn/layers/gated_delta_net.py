@@ -177,9 +177,13 @@ class GatedDeltaNet(Module):
         qkv_1TGW, ba_1TG = y_BTGW.reshape(1, batch * length, *y_BTGW.shape[2:]).split(
             [width, y_BTGW.shape[-1] - width], -1
         )
-        qkv_1TGW = causal_conv1d(qkv_1TGW.flatten(2), conv_GWC.flatten(0, 1), sequence.cu_seqlens).unflatten(
-            -1, (-1, width)
-        )
+        qkv_1TGW = causal_conv1d(
+            qkv_1TGW.flatten(2),
+            conv_GWC.flatten(0, 1),
+            cu_seqlens=sequence.cu_seqlens,
+            cu_seqlens_cpu=sequence.cu_seqlens_cpu,
+            backend=self.run.kernel,
+        ).unflatten(-1, (-1, width))
         q, k, v = qkv_1TGW.split([self.key_head_dim, self.key_head_dim, width - 2 * self.key_head_dim], -1)
         b, a = ba_1TG.float().chunk(2, -1)
         out_1TNV, _ = chunk_gated_delta_rule(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_gdn.ops.gated_delta_rule import Backend
+from titan_gdn.ops.backends import Backend
 
 
 @dataclass(kw_only=True, slots=True)
@@ -11,7 +11,8 @@ class LinearAttentionConfig:
     """Settings that every linear attention layer of a run shares."""
 
     kernel: Backend = "auto"
-    """Backend of the rule: FLA's Triton kernels, PyTorch, or "auto": FLA on a GPU, PyTorch elsewhere."""
+    """Backend of the convolution and the rule: FLA's Triton kernels, PyTorch, or "auto": FLA where it
+    runs, PyTorch elsewhere."""
 
     exchange: Literal["auto", "all_to_all", "all_gather"] = "auto"
     """How context parallelism brings all tokens of a head together; "auto": the fewer bytes, see the log."""

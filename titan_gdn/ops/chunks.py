@@ -3,21 +3,59 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 CHUNK = 64
 """Tokens a chunk, at most. Chunks start afresh at each document."""
 
-CHUNKS_AT_ONCE = 64
-"""Chunks whose batched products are formed together. It bounds the memory that is in use for a moment."""
+MATRICES_AT_ONCE = {"cpu": 64, "cuda": 4096}
+"""Chunks times value heads whose products are formed together: what fits a CPU's cache, or fills a GPU."""
 
 
 class Piece(NamedTuple):
-    """Chunks of one step, which run side by side: `[first, last)` of all, with the states `[low, high)`."""
+    """Chunks of one step, side by side: `[first, last)` of a block, with the states `[low, high)`."""
 
     first: int
     last: int
     low: int
     high: int
+
+
+class Block(NamedTuple):
+    """Some chunks, whose batched products are formed together.
+
+    Attributes:
+        first: the block's first chunk, of all chunks.
+        pieces: its steps in the order of time.
+        tokens: `[N * CHUNK]` int64, the token of each row, 0 for the rows that fill up a chunk.
+        rows: int64, the rows that are tokens; None if all are.
+        filling: int64, the rows that are not; None if there are none.
+    """
+
+    first: int
+    pieces: list[Piece]
+    tokens: Tensor
+    rows: Tensor | None
+    filling: Tensor | None
+
+    @property
+    def chunks(self) -> slice:
+        """The block's chunks, of all chunks."""
+        return slice(self.first, self.first + self.pieces[-1].last)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Tokens `[tokens, ...]` to chunks `[N, CHUNK, ...]`, zero where a chunk is filled up."""
+        out = x.index_select(0, self.tokens)
+        if self.filling is not None:
+            out.index_fill_(0, self.filling, 0)
+        return out.unflatten(0, (-1, CHUNK))
+
+    def scatter(self, out: Tensor, x_NC: Tensor) -> None:
+        """Write chunks `[N, CHUNK, ...]` to their tokens of `out` `[tokens, ...]`."""
+        x, tokens = x_NC.flatten(0, 1).to(out.dtype), self.tokens
+        if self.rows is not None:
+            x, tokens = x.index_select(0, self.rows), tokens.index_select(0, self.rows)
+        out.index_copy_(0, tokens, x)
 
 
 class ChunkPlan(NamedTuple):
@@ -27,16 +65,12 @@ class ChunkPlan(NamedTuple):
     are still running at a step are a prefix of the states.
 
     Attributes:
-        tokens: `[chunks, CHUNK]` int64, the token of each row, 0 where `valid` is False.
-        valid: `[chunks, CHUNK]` bool, False for the rows that fill up a document's last chunk.
         documents: `[N]` int64, the document that each state belongs to.
-        blocks: pieces in the order of time, grouped so that a block has about `CHUNKS_AT_ONCE` chunks.
+        blocks: the chunks in the order of time.
     """
 
-    tokens: torch.Tensor
-    valid: torch.Tensor
-    documents: torch.Tensor
-    blocks: list[list[Piece]]
+    documents: Tensor
+    blocks: list[Block]
 
 
 def max_chunks(tokens: int, documents: int) -> int:
@@ -44,13 +78,15 @@ def max_chunks(tokens: int, documents: int) -> int:
     return (tokens + CHUNK - 1) // CHUNK + documents
 
 
-def plan_chunks(cu_seqlens_cpu: torch.Tensor, device: torch.device) -> ChunkPlan:
+def plan_chunks(cu_seqlens_cpu: Tensor, heads: int, device: torch.device) -> ChunkPlan:
     """Cut documents into chunks.
 
     Args:
         cu_seqlens_cpu: `[N + 1]` integers on the CPU, the offsets of the documents.
+        heads: value heads, each of which has a matrix a chunk.
         device: where the index tensors are wanted.
     """
+    at_once = max(1, MATRICES_AT_ONCE.get(device.type, MATRICES_AT_ONCE["cuda"]) // heads)
     starts, ends = cu_seqlens_cpu[:-1].long(), cu_seqlens_cpu[1:].long()
     chunks_N = (ends - starts + CHUNK - 1) // CHUNK
     documents = torch.argsort(chunks_N, descending=True, stable=True)
@@ -62,16 +98,33 @@ def plan_chunks(cu_seqlens_cpu: torch.Tensor, device: torch.device) -> ChunkPlan
     document = documents[torch.arange(len(step)) - first[step]]
     tokens = (starts[document] + step * CHUNK)[:, None] + torch.arange(CHUNK)
     valid = tokens < ends[document][:, None]
+    tokens = tokens.masked_fill_(~valid, 0)
 
+    blocks, begin = [], 0
+    for pieces in _pieces(running.tolist(), at_once):
+        end = begin + pieces[-1].last
+        full = bool(valid[begin:end].all())
+        rows, filling = (
+            (None, None)
+            if full
+            else (x.flatten().nonzero().flatten().to(device) for x in (valid[begin:end], ~valid[begin:end]))
+        )
+        blocks.append(Block(begin, pieces, tokens[begin:end].flatten().to(device), rows, filling))
+        begin = end
+    return ChunkPlan(documents.to(device), blocks)
+
+
+def _pieces(running: list[int], at_once: int) -> list[list[Piece]]:
+    """Steps of `running[s]` chunks each, grouped into blocks of at most `at_once` chunks."""
     blocks: list[list[Piece]] = []
     room = 0
-    for offset, count in zip(first.tolist(), running.tolist(), strict=True):
-        for low in range(0, count, CHUNKS_AT_ONCE):
-            high = min(low + CHUNKS_AT_ONCE, count)
+    for count in running:
+        for low in range(0, count, at_once):
+            high = min(low + at_once, count)
             if high - low > room:
                 blocks.append([])
-                room = CHUNKS_AT_ONCE
-            blocks[-1].append(Piece(offset + low, offset + high, low, high))
+                room = at_once
+            first = at_once - room
+            blocks[-1].append(Piece(first, first + high - low, low, high))
             room -= high - low
-    tokens = tokens.masked_fill(~valid, 0)
-    return ChunkPlan(tokens.to(device), valid.to(device), documents.to(device), blocks)
+    return blocks

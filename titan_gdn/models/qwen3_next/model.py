@@ -24,6 +24,7 @@ from titan_gdn.layers.gated_attention import GatedAttention
 from titan_gdn.layers.gated_delta_net import Decay, GatedDeltaNet
 from titan_gdn.layers.norms import ZeroCentredRMSNorm
 from titan_gdn.models.qwen3_next.sharding import set_sharding
+from titan_gdn.ops.backends import why_not_fla
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 from titan_gdn.parallel.traffic import choose
 
@@ -91,7 +92,8 @@ class Qwen3NextModel(Decoder):
             """Refuse the run that cannot be, before anything is built.
 
             Raises:
-                ValueError: heads that TP does not divide, or a sequence beyond the rotary embedding.
+                ValueError: heads that TP does not divide, a sequence beyond the rotary embedding, or kernels
+                    that do not run here.
             """
             parallelism, seq_len = config.parallelism, config.training.seq_len
             tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
@@ -110,9 +112,9 @@ class Qwen3NextModel(Decoder):
                         f"possible are {_divisors(list(split.values()))}"
                     )
             kernel = next((layer.run.kernel for layer in self.linear_layers()), "auto")
-            if kernel == "fla" and device_type == "cpu":
+            if kernel == "fla" and (reason := why_not_fla(torch.device(device_type))):
                 raise ValueError(
-                    "linear_attention.kernel = 'fla' needs a GPU; possible here are 'auto' and 'torch'"
+                    f"linear_attention.kernel = 'fla': {reason} Possible here are 'auto' and 'torch'."
                 )
             experts = any(layer.moe is not None for layer in self.layers)
             compiled = config.compile.enable and "model" in config.compile.components

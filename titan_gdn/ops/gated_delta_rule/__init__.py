@@ -1,13 +1,10 @@
 """The gated delta rule: one signature, two backends."""
 
-from typing import Literal
-
 from torch import Tensor
 
-from titan_gdn.ops.gated_delta_rule.fla_backend import fla_chunk_gated_delta_rule
+from titan_gdn.ops.backends import Backend, resolve
+from titan_gdn.ops.gated_delta_rule.fla_backend import fla_rule_forward
 from titan_gdn.ops.gated_delta_rule.torch_backend import rule_forward
-
-Backend = Literal["auto", "fla", "torch"]
 
 
 def chunk_gated_delta_rule(
@@ -48,24 +45,20 @@ def chunk_gated_delta_rule(
         "torch" backend computes in float32, or in float64 for float64 inputs.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown backend.
+        ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
     """
     _check(q, k, v, g, beta, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None and cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()
-    if backend == "auto":
-        backend = "fla" if q.is_cuda else "torch"
-    if backend == "fla":
-        out, final_state = fla_chunk_gated_delta_rule(
+    if resolve(backend, q.device) == "fla":
+        out, final_state, *_ = fla_rule_forward(
             q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu, use_qk_l2norm_in_kernel
         )
-    elif backend == "torch":
+    else:
         out, final_state, _ = rule_forward(
             q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, use_qk_l2norm_in_kernel
         )
-    else:
-        raise ValueError(f"backend {backend!r} is unknown; possible are 'auto', 'fla' and 'torch'")
     return out, final_state if output_final_state else None
 
 

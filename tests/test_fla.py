@@ -1,0 +1,110 @@
+"""FLA's kernels behind our operators, without a GPU: Triton's interpreter runs them in one child process.
+
+`TRITON_INTERPRET` must be set before triton is imported, and no other test may see it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests import fla_cases, fla_interpreter
+from titan_gdn.ops import backends
+
+TOLERANCE = (
+    dict.fromkeys(fla_cases.EXACT, 0.0)
+    | dict.fromkeys(fla_cases.FLOAT32, 8e-6)
+    | dict.fromkeys(fla_cases.BFLOAT16, 2e-2)
+)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """What each case measured, or the traceback that it ended in."""
+    if reason := fla_interpreter.why_not():
+        pytest.skip(reason)
+    path = tmp_path_factory.mktemp("fla") / "records.json"
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.fla_cases", path],
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("case", TOLERANCE)
+def test_fla(records, case):
+    errors, traceback = records[case]["errors"], records[case]["traceback"]
+    assert traceback is None, traceback
+    assert all(error <= TOLERANCE[case] for error in errors.values()), errors
+
+
+RUNS = {"gpu": True, "hopper": False, "fla": "0.6.0", "triton": "3.8.0", "tilelang": False}
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        {},
+        {"hopper": True},
+        {"hopper": True, "triton": "3.3.1"},
+        {"hopper": True, "triton": "3.7.1"},
+        {"hopper": True, "triton": "3.6.0", "tilelang": True},
+        {"triton": "3.6.0"},
+        {"fla": "0.10.0"},
+    ],
+)
+def test_preflight_lets_fla_run(machine):
+    assert backends.reason_against_fla(**RUNS | machine) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ({"hopper": True, "triton": "3.4.0"}, "Triton 3.4.0 computes wrong gradients"),
+        ({"hopper": True, "triton": "3.7.0"}, "Triton 3.7.0 computes wrong gradients"),
+        ({"fla": None}, "FLA is not installed"),
+        ({"fla": "0.5.1"}, "FLA 0.5.1 is too old"),
+        ({"triton": None}, "needs triton"),
+        ({"gpu": False}, "needs a GPU"),
+    ],
+)
+def test_preflight_says_why_fla_cannot_run(machine, words):
+    assert words in backends.reason_against_fla(**RUNS | machine)
+
+
+def test_auto_does_without_fla_and_says_why_once(monkeypatch):
+    monkeypatch.setattr(backends, "why_not_fla", lambda device: "It is a test.")
+    backends._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="It is a test. The PyTorch backend runs instead") as told:
+        assert [backends.resolve("auto", torch.device("cuda")) for _ in range(2)] == ["torch", "torch"]
+    assert len(told) == 1
+    with pytest.raises(ValueError, match="backend = 'fla': It is a test."):
+        backends.resolve("fla", torch.device("cuda"))
+
+
+def test_auto_takes_fla_on_a_gpu_and_pytorch_elsewhere(monkeypatch):
+    monkeypatch.setattr(backends, "why_not_fla", lambda device: None)
+    chosen = [backends.resolve("auto", torch.device(kind)) for kind in ("cuda", "cpu", "meta")]
+    assert chosen == ["fla", "torch", "torch"]
+
+
+def test_without_a_gpu_fla_is_refused_in_a_sentence():
+    with pytest.raises(ValueError, match="backend = 'fla': FLA needs a GPU"):
+        backends.resolve("fla", torch.device("cpu"))
+
+
+def test_choosing_a_backend_imports_neither_triton_nor_the_compiler():
+    code = (
+        "import sys, torch, titan_gdn.ops.backends as backends\n"
+        "backends.why_not_fla(torch.device('cpu'))\n"
+        "print([m for m in ('triton', 'fla', 'torch._dynamo') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,44 @@
+"""The short causal convolution that stands before the rule: one signature, two backends."""
+
+from torch import Tensor
+
+from titan_gdn.ops.backends import Backend, resolve
+from titan_gdn.ops.causal_conv1d.fla_backend import fla_conv_forward
+from titan_gdn.ops.causal_conv1d.torch_backend import conv_forward
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Convolve every channel with its own kernel over the past of its document, then `silu`.
+
+    `y_t = silu(sum_j weight[C-1-j] * x_{t-j})`, where tokens before the document's first are zero.
+
+    Args:
+        x: `[B, T, D]` channels.
+        weight: `[D, C]` kernels, the present token's weight last, as `torch.nn.Conv1d` has them.
+        cu_seqlens: `[N + 1]` offsets of packed documents; needs `B = 1`. Without, every row is a document.
+        cu_seqlens_cpu: the same on the CPU, which saves a host transfer.
+        backend: "fla" (Triton, GPU), "torch" (any device), or "auto": "fla" for tensors on a GPU.
+
+    Returns:
+        `[B, T, D]` in the dtype of `x`; sums are float32 for narrower dtypes.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
+    """
+    if x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"x {tuple(x.shape)} must be [B, T, D] and weight {tuple(weight.shape)} [D, C]")
+    if cu_seqlens is not None and x.shape[0] != 1:
+        raise ValueError(
+            f"packed documents (cu_seqlens) need a batch of 1, not {x.shape[0]}: fold [B, T] to [1, B*T]"
+        )
+    if cu_seqlens is not None and cu_seqlens_cpu is None:
+        cu_seqlens_cpu = cu_seqlens.cpu()
+    if resolve(backend, x.device) == "torch":
+        return conv_forward(x, weight, cu_seqlens_cpu)
+    return fla_conv_forward(x, weight, cu_seqlens, cu_seqlens_cpu)

@@ -4,26 +4,42 @@ import torch
 
 from tests import reference
 from tests.reference import relative_error
-from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule
+from titan_gdn import ops
+
+RULES = ("chunk_gated_delta_rule", "chunk_kda")
 
 
-def rule_inputs(T, R=1, H=2, K=16, V=16, batch=1, states=0, dtype=torch.float32, device="cpu"):
-    """Random q, k, v in `dtype`, g, beta and, if wanted, initial states in float32."""
+def rule_inputs(
+    T,
+    R=1,
+    H=2,
+    K=16,
+    V=16,
+    batch=1,
+    states=0,
+    decay=(-1.0, 0.0),
+    rule="chunk_gated_delta_rule",
+    dtype=torch.float32,
+    device="cpu",
+):
+    """Random q, k, v in `dtype`, and g, beta and, if wanted, initial states in float32 at least."""
     torch.manual_seed(T + 10 * R)
-    q, k = (torch.randn(batch, T, H, K).to(dtype) for _ in range(2))
-    v = torch.randn(batch, T, H * R, V).to(dtype)
-    g = torch.empty(batch, T, H * R).uniform_(-1, 0)
-    beta = torch.rand(batch, T, H * R)
-    inputs = [q, k, v, g, beta] + [torch.randn(states, H * R, K, V)] * (states > 0)
+    lead, exact = (batch, T), torch.promote_types(dtype, torch.float32)
+    q, k, v = (torch.randn(*lead, *shape).to(dtype) for shape in ((H, K), (H, K), (H * R, V)))
+    g = torch.empty(*lead, H * R, *((K,) if rule == "chunk_kda" else ()), dtype=exact).uniform_(*decay)
+    beta = torch.rand(*lead, H * R, dtype=exact)
+    inputs = [q, k, v, g, beta] + [torch.randn(states, H * R, K, V, dtype=exact)] * (states > 0)
     return [x.to(device) for x in inputs]
 
 
-def rule_errors(inputs, backend, cu_seqlens=None, l2norm=True):
-    """Errors of output, final state and the gradient of each input."""
+def rule_errors(inputs, backend="torch", cu_seqlens=None, l2norm=True, scale=None):
+    """Errors of output, final state and the gradient of each input; the rule is the one that `g` fits."""
     ours = [x.detach().requires_grad_() for x in inputs]
     theirs = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    out, state = chunk_gated_delta_rule(
+    rule = ops.chunk_gated_delta_rule if inputs[3].ndim == 3 else ops.chunk_kda
+    out, state = rule(
         *ours[:5],
+        scale=scale,
         initial_state=ours[5] if len(ours) > 5 else None,
         output_final_state=True,
         use_qk_l2norm_in_kernel=l2norm,
@@ -31,8 +47,9 @@ def rule_errors(inputs, backend, cu_seqlens=None, l2norm=True):
         cu_seqlens_cpu=cu_seqlens,
         backend=backend,
     )
-    expected = reference.gated_delta_rule(
+    expected = reference.delta_rule(
         *theirs[:5],
+        scale=scale,
         initial_state=theirs[5] if len(theirs) > 5 else None,
         l2norm=l2norm,
         cu_seqlens=cu_seqlens,
@@ -45,7 +62,7 @@ def conv_errors(x, weight, backend, cu_seqlens=None):
     ours = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
     theirs = [x.detach().cpu().double().requires_grad_() for x in ours]
     offsets = None if cu_seqlens is None else cu_seqlens.to(x.device)
-    out = causal_conv1d(*ours, cu_seqlens=offsets, cu_seqlens_cpu=cu_seqlens, backend=backend)
+    out = ops.causal_conv1d(*ours, cu_seqlens=offsets, cu_seqlens_cpu=cu_seqlens, backend=backend)
     expected = reference.causal_conv1d(*theirs, cu_seqlens)
     return _errors(("out",), (out,), (expected,), {"dx": ours[0], "dweight": ours[1]}, theirs)
 

@@ -1,10 +1,16 @@
 """What the operators mean, token by token, in float64. Independent of the code under test."""
 
+import math
+
 import torch
 
 
-def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, l2norm=False, cu_seqlens=None):
-    """Gated Delta Networks (arXiv 2412.06464), equation 10: decay, forget what `k` recalls, write, read."""
+def delta_rule(q, k, v, g, beta, scale=None, initial_state=None, l2norm=False, cu_seqlens=None):
+    """Decay, forget what `k` recalls, write, read, token by token.
+
+    `g` `[B, T, HV]`: Gated Delta Networks (arXiv 2412.06464), equation 10. `g` `[B, T, HV, K]`: Kimi Delta
+    Attention (arXiv 2510.26692), equation 1.
+    """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
@@ -21,7 +27,7 @@ def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, l2norm=Fa
     for n, (b, start, end) in enumerate(bounds):
         S = v.new_zeros(HV, K, V) if initial_state is None else initial_state[n]
         for t in range(int(start), int(end)):
-            S = S * g[b, t].exp()[:, None, None]
+            S = S * g[b, t].exp().view(HV, -1, 1)
             recalled = torch.einsum("hk,hkv->hv", k[b, t], S)
             S = S + torch.einsum("hk,hv->hkv", k[b, t], beta[b, t, :, None] * (v[b, t] - recalled))
             rows.append(torch.einsum("hk,hkv->hv", q[b, t] * scale, S))
@@ -57,5 +63,6 @@ def document_attention(q, k, v, scale, cu_seqlens):
 
 
 def relative_error(a, b):
-    """Norm of the difference over the norm."""
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+    """Norm of the difference over the norm; infinite where it is no number, which compares as no error."""
+    error = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+    return error if math.isfinite(error) else math.inf

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests import reference
+from tests.compare import RULES, rule_errors, rule_inputs
 from tests.reference import relative_error
+from titan_gdn import ops
 from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention
 from titan_gdn.ops.causal_conv1d import torch_backend as conv_backend
 
@@ -16,139 +18,103 @@ RAGGED = [0, 1, 3, 6, 64, 130, 131, 200]
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13}
 
 
-def rule_inputs(T, H=2, R=1, K=16, V=16, decay=(-1.0, 0.0), batch=1, states=0):
-    """Random q, k, v, g, beta and, if wanted, initial states, in float64."""
-    torch.manual_seed(T + 10 * R)
-    q, k = (torch.randn(batch, T, H, K, dtype=torch.float64) for _ in range(2))
-    v = torch.randn(batch, T, H * R, V, dtype=torch.float64)
-    g = torch.empty(batch, T, H * R, dtype=torch.float64).uniform_(*decay)
-    beta = torch.rand(batch, T, H * R, dtype=torch.float64)
-    return [q, k, v, g, beta] + ([torch.randn(states, H * R, K, V, dtype=torch.float64)] if states else [])
-
-
-def errors_of_rule(inputs, dtype, cu_seqlens=None):
-    """Relative errors of output, final state and every gradient (of `g`, on the scale of its parts)."""
-    ours = [x.to(dtype).requires_grad_() for x in inputs]
-    theirs = [x.detach().double().requires_grad_() for x in ours]
-    out, state = chunk_gated_delta_rule(
-        *ours[:5],
-        initial_state=ours[5] if len(ours) > 5 else None,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_seqlens,
-    )
-    out_ref, state_ref = reference.gated_delta_rule(
-        *theirs[:5], initial_state=theirs[5] if len(theirs) > 5 else None, l2norm=True, cu_seqlens=cu_seqlens
-    )
-    d_out, d_state = torch.randn_like(out_ref), torch.randn_like(state_ref)
-    grads = torch.autograd.grad([out, state], ours, [d_out.to(out.dtype), d_state.to(state.dtype)])
-    grads_ref = torch.autograd.grad([out_ref, state_ref], theirs, [d_out, d_state])
-    named = dict(zip(("q", "k", "v", "g", "beta", "state"), zip(grads, grads_ref, strict=True), strict=False))
-    errors = {"out": relative_error(out, out_ref), "final": relative_error(state, state_ref)}
-    for name, (grad, grad_ref) in named.items():
-        errors[name] = relative_error(grad, grad_ref)
-    assert all(torch.isfinite(grad).all() for grad in grads)
-    return errors
+@pytest.fixture(params=RULES)
+def rule(request):
+    return request.param
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("R", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 3, 63, 64, 65, 200, 1000])
-def test_rule_is_the_recurrence(T, R, dtype):
-    inputs = rule_inputs(T, R=R, K=8, V=12, batch=1, states=1)
-    assert max(errors_of_rule(inputs, dtype).values()) < TOLERANCE[dtype]
+def test_rule_is_the_recurrence(rule, T, R, dtype):
+    inputs = rule_inputs(T, R=R, K=8, V=12, states=1, rule=rule, dtype=dtype)
+    assert max(rule_errors(inputs).values()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("decay", [(-0.02, -0.002), (-1.0, 0.0), (-20.0, -19.0), (0.0, 0.0)])
 @pytest.mark.parametrize("states", [True, False])
-def test_rule_starts_afresh_at_each_document_whatever_the_decay(decay, states):
-    inputs = rule_inputs(RAGGED[-1], R=2, decay=decay, states=(len(RAGGED) - 1) * states)
-    errors = errors_of_rule(inputs, torch.float32, torch.tensor(RAGGED))
+def test_rule_starts_afresh_at_each_document_whatever_the_decay(rule, decay, states):
+    inputs = rule_inputs(RAGGED[-1], R=2, decay=decay, states=(len(RAGGED) - 1) * states, rule=rule)
+    errors = rule_errors(inputs, cu_seqlens=torch.tensor(RAGGED))
     assert max(errors.values()) < 5e-6, errors
 
 
-def test_rule_takes_more_documents_than_run_at_once():
+def test_rule_takes_more_documents_than_run_at_once(rule):
     cu_seqlens = torch.arange(0, 402, 3)
-    inputs = rule_inputs(int(cu_seqlens[-1]), H=1, K=4, V=4, states=len(cu_seqlens) - 1)
-    assert max(errors_of_rule(inputs, torch.float64, cu_seqlens).values()) < 1e-13
+    inputs = rule_inputs(
+        int(cu_seqlens[-1]), H=1, K=4, V=4, states=len(cu_seqlens) - 1, rule=rule, dtype=torch.float64
+    )
+    assert max(rule_errors(inputs, cu_seqlens=cu_seqlens).values()) < 1e-13
 
 
-def test_rule_takes_empty_documents_and_hands_their_state_through():
+def test_rule_takes_empty_documents_and_hands_their_state_through(rule):
     cu_seqlens = torch.tensor([0, 0, 70, 70])
-    inputs = rule_inputs(70, states=3)
-    assert max(errors_of_rule(inputs, torch.float64, cu_seqlens).values()) < 1e-13
+    inputs = rule_inputs(70, R=2, states=3, rule=rule, dtype=torch.float64)
+    assert max(rule_errors(inputs, cu_seqlens=cu_seqlens).values()) < 1e-13
 
 
-def test_rows_of_a_batch_are_documents():
-    inputs = rule_inputs(70, R=2, batch=3, states=3)
-    assert max(errors_of_rule(inputs, torch.float64).values()) < 1e-13
+def test_rows_of_a_batch_are_documents(rule):
+    inputs = rule_inputs(70, R=2, batch=3, states=3, rule=rule, dtype=torch.float64)
+    assert max(rule_errors(inputs).values()) < 1e-13
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
-def test_rule_holds_at_the_ends_of_beta_and_for_zero_queries_and_keys(beta):
-    inputs = rule_inputs(130)
+def test_rule_holds_at_the_ends_of_beta_and_for_zero_queries_and_keys(rule, beta):
+    inputs = rule_inputs(130, rule=rule)
     inputs[4].fill_(beta)
     inputs[0][:, 5], inputs[1][:, 7] = 0, 0
-    assert max(errors_of_rule(inputs, torch.float32).values()) < 5e-6
+    assert max(rule_errors(inputs).values()) < 5e-6
 
 
-def test_rule_passes_gradcheck():
-    q, k, v, g, beta, state = (x.requires_grad_() for x in rule_inputs(70, H=1, R=2, K=3, V=2, states=1))
+def test_rule_passes_gradcheck(rule):
+    inputs = rule_inputs(70, H=1, R=2, K=3, V=2, states=1, rule=rule, dtype=torch.float64)
     assert torch.autograd.gradcheck(
-        lambda *x: chunk_gated_delta_rule(*x[:5], initial_state=x[5], output_final_state=True),
-        (q, k, v, g, beta, state),
+        lambda *x: getattr(ops, rule)(*x[:5], initial_state=x[5], output_final_state=True),
+        [x.requires_grad_() for x in inputs],
     )
 
 
-def test_rule_scales_queries():
-    inputs = rule_inputs(20)
-    out, _ = chunk_gated_delta_rule(*inputs, scale=0.3)
-    expected, _ = reference.gated_delta_rule(*inputs, scale=0.3)
-    assert relative_error(out, expected) < 1e-13
+def test_rule_scales_queries_that_it_does_not_normalise(rule):
+    inputs = rule_inputs(20, rule=rule, dtype=torch.float64)
+    inputs[1] = torch.nn.functional.normalize(inputs[1], dim=-1)
+    assert max(rule_errors(inputs, scale=0.3, l2norm=False).values()) < 1e-13
 
 
-def test_rule_does_not_see_the_future():
-    inputs = [x.float().requires_grad_() for x in rule_inputs(200, R=2)]
-    out, _ = chunk_gated_delta_rule(*inputs)
+def test_rule_does_not_see_the_future(rule):
+    inputs = [x.requires_grad_() for x in rule_inputs(200, R=2, rule=rule)]
+    out, _ = getattr(ops, rule)(*inputs)
     later = [torch.cat([x[:, :150], torch.randn_like(x[:, 150:]).abs().neg()], 1) for x in inputs]
-    changed, _ = chunk_gated_delta_rule(*later)
+    changed, _ = getattr(ops, rule)(*later)
     assert torch.equal(out[:, :150], changed[:, :150])
     for grad in torch.autograd.grad(out[:, :150].square().sum(), inputs):
         assert not grad[:, 150:].any()
 
 
-def test_bfloat16_goes_in_and_comes_out():
-    inputs = [x.to(torch.bfloat16) for x in rule_inputs(100, R=2)]
-    inputs[3] = inputs[3].float()
-    out, state = chunk_gated_delta_rule(*inputs, output_final_state=True)
-    expected, _ = reference.gated_delta_rule(*(x.double() for x in inputs))
+def test_bfloat16_goes_in_and_comes_out(rule):
+    inputs = rule_inputs(100, R=2, rule=rule, dtype=torch.bfloat16)
+    out, state = getattr(ops, rule)(*inputs, output_final_state=True)
     assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
-    assert relative_error(out, expected) < 4e-3
+    errors = rule_errors(inputs)
+    assert max(errors.values()) < 4e-3, errors
 
 
 def operators():
     """Each custom operator with arguments."""
-    q, k, v, g, beta, state = (x.float().requires_grad_() for x in rule_inputs(70, R=2, states=2))
     offsets = torch.tensor([0, 5, 70])
-    attend = [torch.randn(1, 70, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    rule, attention = torch.ops.titan_gdn.chunk_gated_delta_rule, torch.ops.titan_gdn.document_attention
-    weight = torch.randn(8, 4, requires_grad=True)
-    return [
-        (
-            torch.ops.titan_gdn.causal_conv1d,
-            (attend[0].flatten(2)[..., :8].detach().requires_grad_(), weight, offsets),
-        ),
-        (rule, (q, k, v, g, beta, 0.5, state, offsets, True)),
-        (rule, (q, k, v, g, beta, 0.5, None, None, False)),
-        (attention, (*attend, 0.5, offsets, None)),
-        (
-            attention,
-            (attend[0][:, 20:50].detach().requires_grad_(), *attend[1:], 0.5, offsets, torch.arange(20, 50)),
-        ),
-    ]
+    for name in RULES:
+        inputs = [x.requires_grad_() for x in rule_inputs(70, R=2, states=2, rule=name)]
+        operator = getattr(torch.ops.titan_gdn, name)
+        yield operator, (*inputs[:5], 0.5, inputs[5], offsets, True)
+        yield operator, (*inputs[:5], 0.5, None, None, False)
+    q, k, v = (torch.randn(1, 70, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    some = q[:, 20:50].detach().requires_grad_()
+    yield torch.ops.titan_gdn.document_attention, (q, k, v, 0.5, offsets, None)
+    yield torch.ops.titan_gdn.document_attention, (some, k, v, 0.5, offsets, torch.arange(20, 50))
+    x, weight = (torch.randn(shape, requires_grad=True) for shape in ((1, 70, 8), (8, 4)))
+    yield torch.ops.titan_gdn.causal_conv1d, (x, weight, offsets)
 
 
-@pytest.mark.parametrize(("operator", "args"), operators())
+@pytest.mark.parametrize(("operator", "args"), list(operators()))
 def test_operators_pass_opcheck(operator, args):
     torch.library.opcheck(operator.default, args)
 

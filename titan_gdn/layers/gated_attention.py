@@ -4,80 +4,19 @@ Shape suffixes: B batch, L sequence, D model width, N query heads, M key-value h
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Linear
-from torchtitan.models.common.attention import (
-    AttentionMasksType,
-    BaseAttention,
-    FlexAttention,
-    local_head_split,
-)
-from torchtitan.protocols.module import Module
+from torchtitan.models.common.attention import AttentionMasksType, BaseAttention, local_head_split
 
+from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
 from titan_gdn.layers.local import local
 from titan_gdn.layers.norms import ZeroCentredRMSNorm
 from titan_gdn.layers.rotary import PartialRotary
-from titan_gdn.ops import document_attention
-from titan_gdn.parallel.exchange import gather_sequence, reorder
 from titan_gdn.parallel.sequence import SequenceLayout
-
-
-class GathersKeys:
-    """Inner attention whose keys and values come from all ranks of `cp_mesh`, if it is set."""
-
-    cp_mesh: DeviceMesh | None = None
-
-
-class DocumentAttention(GathersKeys, Module):
-    """Inner attention where FlexAttention has no backward: masked, block by block, on local tensors."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        pass
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        scale: float,
-        sequence: SequenceLayout,
-        **_: object,
-    ) -> torch.Tensor:
-        """As `titan_gdn.ops.document_attention`; what only FlexAttention wants is ignored."""
-        if self.cp_mesh is not None:
-            k_BLNH, v_BLNH = (
-                reorder(gather_sequence(x, self.cp_mesh), sequence.from_shards) for x in (k_BLNH, v_BLNH)
-            )
-        return document_attention(q_BLNH, k_BLNH, v_BLNH, scale, sequence.cu_seqlens_cpu, sequence.tokens_cpu)
-
-
-class DocumentFlexAttention(GathersKeys, FlexAttention):
-    """FlexAttention, which gathers keys and values over CP itself, whatever TorchTitan's backend.
-
-    Under CP the block mask's keys are in the shards' order: they need no reordering.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
-        pass
-
-    def forward(
-        self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
-        """As TorchTitan's."""
-        if self.cp_mesh is not None:
-            k_BLNH, v_BLNH = (gather_sequence(x, self.cp_mesh) for x in (k_BLNH, v_BLNH))
-        return super().forward(q_BLNH, k_BLNH, v_BLNH, **kwargs)
 
 
 class KeyValueLinear(Linear):
@@ -132,7 +71,12 @@ class GatedAttention(BaseAttention):
         wo: Linear.Config
         q_norm: ZeroCentredRMSNorm.Config
         k_norm: ZeroCentredRMSNorm.Config
-        inner_attention: Module.Config
+        inner_attention: DocumentAttention.Config | DocumentFlexAttention.Config
+
+        @property
+        def pair_width(self) -> int:
+            """Dimensions that a pair of tokens multiplies in a head: those of its score and of its value."""
+            return 2 * self.head_dim
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -147,9 +91,14 @@ class GatedAttention(BaseAttention):
         self.k_norm = config.k_norm.build()
         self.inner_attention = config.inner_attention.build()
 
+    def split_sequence(self, cp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
+        """Say over which ranks sequences are split: `cp_mesh` or None; over TP the placements say it."""
+        self.inner_attention.cp_mesh = cp_mesh
+
     def forward(
         self,
         x_BLD: torch.Tensor,
+        *,
         attention_masks: AttentionMasksType | None,
         positions: torch.Tensor | None,
         sequence: SequenceLayout,

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from titan_gdn.ops import arguments
 from titan_gdn.ops.backends import Backend, resolve
 from titan_gdn.ops.gated_delta_rule.fla_backend import fla_rule_forward
 from titan_gdn.ops.gated_delta_rule.torch_backend import rule_forward
@@ -47,7 +48,7 @@ def chunk_gated_delta_rule(
     Raises:
         ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
     """
-    _check(q, k, v, g, beta, cu_seqlens)
+    arguments.check(q, k, v, g, beta, initial_state, cu_seqlens, per_channel=False)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None and cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()
@@ -60,19 +61,3 @@ def chunk_gated_delta_rule(
             q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, use_qk_l2norm_in_kernel
         )
     return out, final_state if output_final_state else None
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> None:
-    if q.shape != k.shape or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
-        raise ValueError(
-            f"q {tuple(q.shape)} and k {tuple(k.shape)} must be [B, T, H, K] and v {tuple(v.shape)} "
-            "[B, T, HV, V] with H dividing HV"
-        )
-    if g.shape != v.shape[:3] or beta.shape != v.shape[:3]:
-        raise ValueError(
-            f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be {tuple(v.shape[:3])}, as v says"
-        )
-    if cu_seqlens is not None and q.shape[0] != 1:
-        raise ValueError(
-            f"packed documents (cu_seqlens) need a batch of 1, not {q.shape[0]}: fold [B, T] to [1, B*T]"
-        )

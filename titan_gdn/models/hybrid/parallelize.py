@@ -1,4 +1,4 @@
-"""The order in which techniques are applied to Qwen3-Next."""
+"""The order in which techniques are applied to a hybrid model."""
 
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ from titan_gdn.parallel.sequence import ContextParallel
 from titan_gdn.parallel.waiting import keep_gradients
 
 if TYPE_CHECKING:
-    from titan_gdn.models.qwen3_next.model import Qwen3NextModel
+    from titan_gdn.models.hybrid.model import HybridModel
 
 
-def parallelize_qwen3_next(
-    model: "Qwen3NextModel",
+def parallelize_hybrid(
+    model: "HybridModel",
     *,
     parallel_dims: ParallelDims,
     training: TrainingConfig,
@@ -27,7 +27,7 @@ def parallelize_qwen3_next(
     compile_config: CompileConfig,
     ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
-) -> "Qwen3NextModel":
+) -> "HybridModel":
     """Tensor parallelism, activation checkpointing, compilation, FSDP2; on the meta device, in place."""
     split_context(model, parallel_dims, parallelism)
     if parallelism.spmd_backend == "partial_dtensor":
@@ -79,7 +79,7 @@ def parallelize_qwen3_next(
 
 
 def split_context(
-    model: "Qwen3NextModel", parallel_dims: ParallelDims, parallelism: ParallelismConfig
+    model: "HybridModel", parallel_dims: ParallelDims, parallelism: ParallelismConfig
 ) -> None:
     """Tell the model and its layers over which ranks sequences are split."""
     cp_mesh = parallel_dims.get_optional_mesh("cp")
@@ -88,7 +88,4 @@ def split_context(
         order = parallelism.context_parallel_load_balancer or "contiguous"
         model.context_parallel = ContextParallel(cp_mesh, order, judges=parallel_dims.get_mesh("loss"))
     for layer in model.layers.values():
-        if layer.linear_attention is not None:
-            layer.linear_attention.split_sequence(cp_mesh, tp_mesh)
-        else:
-            layer.attention.inner_attention.cp_mesh = cp_mesh
+        (layer.linear_attention or layer.attention).split_sequence(cp_mesh, tp_mesh)

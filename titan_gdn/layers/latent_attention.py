@@ -1,0 +1,131 @@
+"""Multi-head latent attention (arXiv 2405.04434) without rotary, as Kimi Linear has it (arXiv 2510.26692).
+
+Keys and values of all heads are read from one compressed vector a token; a further part of the key, which
+elsewhere carries the position, is shared by all heads.
+
+Shape suffixes: B batch, S tokens of this rank between layers, L of this CP rank, T all tokens, D model width,
+C compressed width and that of the shared key, N heads, H query and key head width, V value head width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.models.common import Linear, RMSNorm
+from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
+
+from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
+from titan_gdn.layers.local import apply
+from titan_gdn.parallel.exchange import gather_sequence
+from titan_gdn.parallel.sequence import SequenceLayout
+
+
+class LatentAttention(BaseAttention):
+    """Full attention over compressed keys and values (transformers, `KimiLinearAttention`).
+
+    Parameters, with `H` the sum of a head's own and the shared key width: `wq.weight` `[N*H, D]`,
+    `wkv_a.weight` `[compressed + shared, D]`, `kv_norm.weight` `[compressed]`, `wkv_b.weight`
+    `[N*(own + V), compressed]` (head by head its key, then its value), `wo.weight` `[D, N*V]`. Heads are split
+    over TP, `wkv_a` and `kv_norm` are whole on every rank.
+
+    The layer works on local tensors (see its `sharding_config`). Over CP, and over TP under sequence
+    parallelism, what `wkv_a` made of each rank's own tokens is gathered: the compressed vector, which is far
+    narrower than the keys and values that each rank reads from it for its heads.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseAttention.Config):
+        n_heads: int
+        compressed_dim: int
+        key_head_dim: int
+        shared_key_dim: int
+        value_head_dim: int
+        wq: Linear.Config
+        wkv_a: Linear.Config
+        kv_norm: RMSNorm.Config
+        wkv_b: Linear.Config
+        wo: Linear.Config
+        inner_attention: DocumentAttention.Config | DocumentFlexAttention.Config
+
+        @property
+        def pair_width(self) -> int:
+            """Dimensions that a pair of tokens multiplies in a head: those of its score and of its value."""
+            return self.key_head_dim + self.shared_key_dim + self.value_head_dim
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.compressed_dim = config.compressed_dim
+        self.key_head_dim = config.key_head_dim
+        self.shared_key_dim = config.shared_key_dim
+        self.value_head_dim = config.value_head_dim
+        self.wq = config.wq.build()
+        self.wkv_a = config.wkv_a.build()
+        self.kv_norm = config.kv_norm.build()
+        self.wkv_b = config.wkv_b.build()
+        self.wo = config.wo.build()
+        self.inner_attention = config.inner_attention.build()
+        self.cp_mesh: DeviceMesh | None = None
+        self.tp_mesh: DeviceMesh | None = None
+
+    def split_sequence(self, cp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
+        """Say over which ranks sequences are split.
+
+        Args:
+            cp_mesh: the CP sub-mesh, None without context parallelism.
+            tp_mesh: the TP sub-mesh, where hidden states are sharded over it between layers.
+        """
+        self.cp_mesh, self.tp_mesh = cp_mesh, tp_mesh
+
+    def forward(
+        self,
+        x_BSD: torch.Tensor,
+        *,
+        attention_masks: AttentionMasksType | None,
+        sequence: SequenceLayout,
+        **_: object,
+    ) -> torch.Tensor:
+        """Attend inside documents.
+
+        Args:
+            x_BSD: hidden states of this rank's tokens, `[B, L, D]`, or `[B, L / tp, D]` where they are
+                sharded over TP.
+            attention_masks: the block mask of FlexAttention; `DocumentAttention` needs none.
+            sequence: the documents of this forward.
+
+        Returns:
+            `[B, L, D]`, under TP this rank's summand of it.
+        """
+        q_width = self.key_head_dim + self.shared_key_dim
+        q_BLNH = apply(self.wq, gather_sequence(x_BSD, self.tp_mesh)).unflatten(-1, (-1, q_width))
+        k_BTNH, v_BTNV = self.expand(self.gather(apply(self.wkv_a, x_BSD, summed=True), sequence))
+        out_BLNV = self.inner_attention(
+            q_BLNH,
+            k_BTNH,
+            v_BTNV,
+            attention_masks=attention_masks,
+            scale=q_width**-0.5,
+            sequence=sequence,
+        )
+        return apply(self.wo, out_BLNV.flatten(2))
+
+    def gather(self, kv_BSC: torch.Tensor, sequence: SequenceLayout) -> torch.Tensor:
+        """All tokens' compressed vectors `[B, T, C]`, in the order that the inner attention wants.
+
+        Over CP first, so that over it goes each TP rank's own share.
+        """
+        kv_BTC = gather_sequence(gather_sequence(kv_BSC, self.cp_mesh), self.tp_mesh)
+        if self.cp_mesh is None:
+            return kv_BTC
+        if self.tp_mesh is not None:  # rows stand [tp][cp][S]
+            kv_BTC = kv_BTC.unflatten(1, (self.tp_mesh.size(), self.cp_mesh.size(), -1))
+            kv_BTC = kv_BTC.transpose(1, 2).flatten(1, 3)
+        return self.inner_attention.ordered(kv_BTC, sequence)
+
+    def expand(self, kv_BTC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys `[B, T, N, H]` and values `[B, T, N, V]` of this rank's heads."""
+        kv_BTC, shared_BTC = kv_BTC.split([self.compressed_dim, self.shared_key_dim], -1)
+        kv_BTC = apply(self.kv_norm, kv_BTC, summed=True)
+        kv_BTNC = apply(self.wkv_b, kv_BTC).unflatten(-1, (-1, self.key_head_dim + self.value_head_dim))
+        k_BTNC, v_BTNV = kv_BTNC.split([self.key_head_dim, self.value_head_dim], -1)
+        shared_BTNC = shared_BTC.unsqueeze(2).expand(-1, -1, k_BTNC.shape[2], -1)
+        return torch.cat([k_BTNC, shared_BTNC], -1), v_BTNV

@@ -1,0 +1,266 @@
+"""Decoders whose layers attend linearly or fully, each followed by a dense or sparse feed-forward."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torchtitan.config import ParallelismConfig
+from torchtitan.models.common import FeedForward
+from torchtitan.models.common.attention import AttentionMasksType, BaseAttention, FlexAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.protocols.module import Module
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+from titan_gdn.layers.gated_delta_net import Decay, GatedDeltaNet
+from titan_gdn.ops.backends import why_not_fla
+from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
+from titan_gdn.parallel.traffic import choose
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+LinearAttention = GatedDeltaNet
+
+
+class HybridBlock(Module):
+    """A layer: linear or full attention, then a dense or sparse feed-forward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        linear_attention: LinearAttention.Config | None = None
+        attention: BaseAttention.Config | None = None
+        feed_forward: FeedForward.Config | None = None
+        moe: MoE.Config | None = None
+        attention_norm: Module.Config
+        ffn_norm: Module.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.linear_attention = config.linear_attention.build() if config.linear_attention else None
+        self.attention = config.attention.build() if config.attention else None
+        self.feed_forward = config.feed_forward.build() if config.feed_forward else None
+        self.moe = config.moe.build() if config.moe else None
+        self.moe_enabled = config.moe is not None
+        self.attention_norm = config.attention_norm.build()
+        self.ffn_norm = config.ffn_norm.build()
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        attention_masks: AttentionMasksType | None,
+        positions: torch.Tensor | None,
+        decay: tuple[torch.Tensor, torch.Tensor] | None,
+        *,
+        sequence: SequenceLayout,
+    ) -> torch.Tensor:
+        """`[B, L, D]` to `[B, L, D]`; `decay` is what this layer's `Decay` returned, if it has one."""
+        h_BLD = self.attention_norm(x_BLD)
+        if self.linear_attention is not None:
+            h_BLD = self.linear_attention(h_BLD, *decay, sequence=sequence)
+        else:
+            h_BLD = self.attention(
+                h_BLD, attention_masks=attention_masks, positions=positions, sequence=sequence
+            )
+        x_BLD = x_BLD + h_BLD
+        feed_forward = self.moe if self.moe_enabled else self.feed_forward
+        return x_BLD + feed_forward(self.ffn_norm(x_BLD))
+
+
+class HybridModel(Decoder):
+    """The decoder. Documents are told apart by `positions`: 0 begins one.
+
+    A model is a subclass whose `Config` says how its full attention is sharded, and what it refuses beyond
+    `check`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        @property
+        def max_seq_len(self) -> int:
+            """Tokens that the rotary embedding reaches, where there is one; nothing else has a limit."""
+            rope = getattr(self.first_attention, "rope", None)
+            return sys.maxsize if rope is None else rope.max_seq_len
+
+        def linear_layers(self) -> list[LinearAttention.Config]:
+            """The linear attention layers in order."""
+            return [layer.linear_attention for layer in self.layers if layer.linear_attention is not None]
+
+        def check(self, config: "Trainer.Config") -> None:
+            """Refuse the run that cannot be, before anything is built.
+
+            Raises:
+                ValueError: heads that TP or CP does not divide, a length that they do not, or kernels that do
+                    not run here.
+            """
+            self._check_widths(config.parallelism)
+            self._check_length(config.parallelism, config.training.seq_len)
+            kernel = next((layer.run.kernel for layer in self.linear_layers()), "auto")
+            if kernel == "fla" and (reason := why_not_fla(torch.device(device_type))):
+                raise ValueError(
+                    f"linear_attention.kernel = 'fla': {reason} Possible here are 'auto' and 'torch'."
+                )
+            experts = any(layer.moe is not None for layer in self.layers)
+            compiled = config.compile.enable and "model" in config.compile.components
+            if experts and compiled and config.training.mixed_precision_param == "float32":
+                raise ValueError(
+                    "compile.enable with experts needs training.mixed_precision_param = 'bfloat16': "
+                    "torch.compile does not trace grouped products in float32"
+                )
+
+        def _check_widths(self, parallelism: ParallelismConfig) -> None:
+            """What TP and CP divide."""
+            tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+            linear = next(iter(self.linear_layers()), None)
+            split = {"rows of the vocabulary": self.vocab_size}
+            if linear:
+                split[linear_heads(linear)] = linear.n_key_heads
+            if self.first_attention:
+                split["query heads of the full attention"] = self.first_attention.n_heads
+            for layer in self.layers:
+                split |= _hidden_widths(layer)
+            for name, count in split.items():
+                if count % tp:
+                    raise ValueError(
+                        f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; "
+                        f"possible are {_divisors(list(split.values()))}"
+                    )
+            if linear and linear.n_key_heads % (tp * cp):
+                raise ValueError(
+                    f"the {linear.n_key_heads} {linear_heads(linear)} do not divide by "
+                    f"parallelism.tensor_parallel_degree = {tp} times context_parallel_degree = {cp}; with "
+                    f"this tp, cp may be {_divisors([linear.n_key_heads // tp])}, whichever the exchange"
+                )
+
+        def _check_length(self, parallelism: ParallelismConfig, seq_len: int) -> None:
+            tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+            sp = tp if parallelism.enable_sequence_parallel else 1
+            if cp > 1 and seq_len % (2 * cp * sp):
+                raise ValueError(
+                    f"training.seq_len = {seq_len} does not divide by 2 * context_parallel_degree = {2 * cp}"
+                    + (f" times tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
+                )
+            attention = self.first_attention
+            flex = attention and isinstance(attention.inner_attention, FlexAttention.Config)
+            if cp > 1 and flex and seq_len % (128 * cp):
+                raise ValueError(
+                    f"training.seq_len = {seq_len} does not divide by 128 * context_parallel_degree = "
+                    f"{128 * cp}, which FlexAttention's blocks need"
+                )
+
+        def update_from_config(self, *, config: "Trainer.Config", **kwargs: object) -> None:
+            """Complete the configuration with what the run says (called by TorchTitan's trainer).
+
+            In place of `Decoder.Config`'s, which wants a rotary embedding of every attention.
+            """
+            parallelism = config.parallelism
+            self.check(config)
+            self._choose_exchange(parallelism)
+            for layer in self.layers:
+                if (rope := getattr(layer.attention, "rope", None)) is not None:
+                    layer.attention.rope = replace(rope, max_seq_len=config.training.seq_len)
+                if layer.moe is not None:
+                    layer.moe.router._debug_force_load_balance = config.debug.moe_force_load_balance
+            self.set_sharding(
+                tp=parallelism.tensor_parallel_degree,
+                enable_sp=parallelism.enable_sequence_parallel,
+                enable_ep=parallelism.expert_parallel_degree > 1,
+            )
+
+        def set_sharding(self, *, tp: int, enable_sp: bool, enable_ep: bool) -> None:
+            """Write the placements of every parameter and activation into the configuration.
+
+            Args:
+                tp: degree of tensor parallelism.
+                enable_sp: sequence parallelism.
+                enable_ep: expert parallelism.
+            """
+            raise NotImplementedError
+
+        def _choose_exchange(self, parallelism: ParallelismConfig) -> None:
+            """Replace "auto" by the exchange that sends less."""
+            cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+            chosen = None
+            for layer in self.linear_layers():
+                if cp > 1 and layer.run.exchange == "auto":
+                    chosen = choose(layer.shape(), cp, tp, parallelism.enable_sequence_parallel)
+                    layer.run = replace(layer.run, exchange=chosen[0])
+            if chosen:
+                logger.info(f"Exchange of the linear attention at CP {cp}, TP {tp}: {chosen[0]} ({chosen[1]})")
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """Parameters, and floating point operations a token of forward and backward.
+
+            Softmax attention grows with the sequence, the recurrence does not: it costs three products
+            with a `[K, V]` state per value head and token (recall, write, read), forward, and twice
+            that backward. As in TorchTitan, causality is not counted.
+            """
+            attention = self.first_attention
+            heads, widths = (attention.n_heads, attention.pair_width) if attention else (0, 0)
+            nparams, flops = get_moe_model_nparams_and_flops(self, model, heads, widths, seq_len)
+            for layer in self.linear_layers():
+                flops += 3 * 3 * 2 * layer.n_value_heads * layer.key_head_dim * layer.value_head_dim
+            return nparams, flops
+
+    # How sequences are split over ranks; set when the model is parallelized.
+    context_parallel: ContextParallel | None = None
+
+    def decays(self) -> Iterator[Decay]:
+        """The decay modules of this model part's layers, in order."""
+        return (
+            layer.linear_attention.decay
+            for layer in self.layers.values()
+            if layer.linear_attention is not None
+        )
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_masks: AttentionMasksType | None = None,
+    ) -> torch.Tensor:
+        """Logits of every token (hidden states, where the loss applies the head itself).
+
+        Args:
+            tokens: `[B, L]` token ids.
+            positions: `[B, L]` positions inside documents, 0 beginning one. Without, every row is one.
+            attention_masks: the block mask of FlexAttention, built by the trainer.
+        """
+        if positions is None:
+            if self.context_parallel is not None:
+                raise ValueError("context parallelism needs positions: a shard does not say where it stands")
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+        sequence = SequenceLayout.from_positions(positions, self.context_parallel)
+        decays = iter([decay() for decay in self.decays()])
+        h_BLD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        for layer in self.layers.values():
+            decay = next(decays) if layer.linear_attention is not None else None
+            h_BLD = layer(h_BLD, attention_masks, positions, decay, sequence=sequence)
+        h_BLD = self.norm(h_BLD) if self.norm is not None else h_BLD
+        return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
+
+
+def linear_heads(layer: LinearAttention.Config) -> str:
+    """What TP and CP divide in a linear attention layer, in the words of its authors."""
+    names = {GatedDeltaNet.Config: "key heads of Gated DeltaNet"}
+    return names[type(layer)]
+
+
+def _hidden_widths(layer: HybridBlock.Config) -> dict[str, int]:
+    """What TP divides in a feed-forward."""
+    if layer.moe is None:
+        return {"hidden dimensions of a feed-forward": layer.feed_forward.w1.out_features}
+    return {
+        # Eight at a time: torch's grouped products want rows of 16 bytes.
+        "times 8 hidden dimensions of an expert": layer.moe.routed_experts.inner_experts.hidden_dim // 8,
+        "hidden dimensions of the shared expert": layer.moe.shared_experts.w1.out_features,
+    }
+
+
+def _divisors(counts: list[int]) -> str:
+    return ", ".join(str(tp) for tp in range(1, min(counts) + 1) if not any(count % tp for count in counts))

@@ -1,0 +1,54 @@
+"""Kimi Delta Attention: one signature, two backends."""
+
+from torch import Tensor
+
+from titan_gdn.ops import arguments
+from titan_gdn.ops.backends import Backend, resolve
+from titan_gdn.ops.kda.gate import kda_gate
+from titan_gdn.ops.kda.torch_backend import rule_forward
+
+__all__ = ["chunk_kda", "kda_gate"]
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    safe_gate: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Run the gated delta rule with a decay per key channel over a sequence.
+
+    Kimi Linear (arXiv 2510.26692), equation 1. Names, shapes and dtypes are those of `fla.ops.kda.chunk_kda`,
+    so that one replaces the other.
+
+    Args:
+        q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+            cu_seqlens_cpu, backend: as in `titan_gdn.ops.chunk_gated_delta_rule`.
+        g: `[B, T, HV, K]` natural logarithm of the decay, at most 0, float32.
+        safe_gate: promises that `g` is at least -5, for which FLA has faster kernels. The "torch" backend
+            is exact for any `g`.
+
+    Returns:
+        Output and final states, as `titan_gdn.ops.chunk_gated_delta_rule`.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
+    """
+    arguments.check(q, k, v, g, beta, initial_state, cu_seqlens, per_channel=True)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cu_seqlens is not None and cu_seqlens_cpu is None:
+        cu_seqlens_cpu = cu_seqlens.cpu()
+    resolve(backend, q.device)
+    out, final_state, _ = rule_forward(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, use_qk_l2norm_in_kernel
+    )
+    return out, final_state if output_final_state else None

@@ -1,0 +1,25 @@
+"""The decay gate of Kimi Delta Attention."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def kda_gate(x: Tensor, rate: Tensor, dt_bias: Tensor, lower_bound: float | None = None) -> Tensor:
+    """The log decay per key channel.
+
+    `rate * softplus(x + dt_bias)` with `rate = -exp(A_log)` (Kimi Linear, arXiv 2510.26692), or where it is
+    bounded `lower_bound * sigmoid(-rate * (x + dt_bias))` (GLM-5.3-Flash, Kimi K3; FLA's `lower_bound`).
+
+    Args:
+        x: `[..., HV, K]` projected.
+        rate: `[HV]` float32.
+        dt_bias: `[HV, K]` float32.
+        lower_bound: the strongest log decay, below 0.
+
+    Returns:
+        `[..., HV, K]` float32, at most 0.
+    """
+    biased, rate = x.float() + dt_bias, rate.unsqueeze(-1)
+    if lower_bound is None:
+        return rate * F.softplus(biased)
+    return lower_bound * (-rate * biased).sigmoid()

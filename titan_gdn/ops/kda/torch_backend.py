@@ -1,0 +1,149 @@
+"""Kimi Delta Attention in PyTorch, chunk by chunk, on whatever device the tensors are.
+
+Kimi Linear (arXiv 2510.26692), section 3: the gated delta rule with a decay per key channel. Per value head
+and chunk, with `Gc` the running sum of the log decay inside the chunk and `S` the state that it receives:
+
+    A_ij = beta_i sum_c k_ic k_jc exp(Gc_ic - Gc_jc)  for j < i      u = (I + A)^-1 beta (v - (exp(Gc) k) S)
+    P_ij = scale sum_c q_ic k_jc exp(Gc_ic - Gc_jc)                  o = scale (exp(Gc) q) S + P u
+                                                S <- exp(Gc_C) S + (exp(Gc_C - Gc) k)^T u
+
+A pair's decay is no product of one factor a row and one a column that both stay within a float's range: the
+sums of a chunk differ by hundreds. So pairs are formed by halving. For runs of 2, 4, .. tokens, rows of the
+second half decay from the middle, columns of the first half to it, `exp(Gc_i - Gc_m) exp(Gc_m - Gc_j)`.
+Both exponents are at most 0, whatever the gate, every pair falls into one run, and all of it is products of
+matrices. Sums inside halves are added up from those of half the length: never a large sum minus another.
+
+Shape suffixes as in `titan_gdn.ops.chunked_rule`, with B runs of 2s tokens; value heads have keys of their
+own here, so H counts them and R is 1.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_gdn.ops.chunked_operator import define
+from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, d_log_decay, invert
+from titan_gdn.ops.chunks import CHUNK
+
+
+class _Halves(NamedTuple):
+    """The decays of runs of `2s` tokens: of second halves from the middle, of first halves to it."""
+
+    from_middle_NHBsK: Tensor
+    to_middle_NHBsK: Tensor
+
+    def rows(self, qk_NHDK: Tensor) -> Tensor:
+        """Queries and keys of the second halves, as a view `[N, H, B, 2, s, K]`."""
+        return self._runs(qk_NHDK)[..., 1, :, :].transpose(2, 3)
+
+    def columns(self, qk_NHDK: Tensor) -> Tensor:
+        """Keys of the first halves, as a view `[N, H, B, s, K]`."""
+        return self._runs(qk_NHDK)[:, :, 1, :, 0]
+
+    def _runs(self, qk_NHDK: Tensor) -> Tensor:
+        runs, size = self.from_middle_NHBsK.shape[2:4]
+        return qk_NHDK.unflatten(2, (2, runs, 2, size))
+
+    def decayed(self, qk_NHDK: Tensor) -> tuple[Tensor, Tensor]:
+        """`rows`, decayed from the middle, `[N, H, B, 2s, K]`, and `columns`, decayed to it."""
+        rows = self.rows(qk_NHDK)
+        out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        torch.mul(rows, self.from_middle_NHBsK.unsqueeze(3), out=out)
+        return out.flatten(3, 4), self.columns(qk_NHDK) * self.to_middle_NHBsK
+
+    def pairs(self, pairs_NHDC: Tensor) -> Tensor:
+        """What pairs of these runs are of all pairs, as a view `[N, H, B, 2, s, s]`."""
+        runs, size = self.from_middle_NHBsK.shape[2:4]
+        split = pairs_NHDC.unflatten(3, (runs, 2, size)).unflatten(2, (2, runs, 2, size))
+        return split[:, :, :, :, 1, :, :, 0].diagonal(dim1=3, dim2=5).movedim(-1, 2)
+
+
+def _halve(g_NHCK: Tensor) -> tuple[list[_Halves], Tensor, Tensor]:
+    """Decays of all runs, then of each token from the start of its chunk and after it to the end."""
+    since_start, until_end, levels = g_NHCK.clone(), torch.zeros_like(g_NHCK), []
+    size = 1
+    while size < CHUNK:
+        first, second = since_start.unflatten(2, (-1, 2, size)).unbind(3)
+        before = until_end.unflatten(2, (-1, 2, size))[:, :, :, 0]
+        levels.append(_Halves(second.exp(), before.exp()))
+        before += second[..., -1:, :]
+        second += first[..., -1:, :]
+        size *= 2
+    return levels, since_start.exp_(), until_end.exp_()
+
+
+class DecayPerChannel:
+    """What a decay per key channel makes of a block (a `titan_gdn.ops.chunked_operator.Rule`)."""
+
+    shares_keys = False
+
+    def __init__(
+        self, qk_NHDK: Tensor, v_NHRCV: Tensor, g_NHRCK: Tensor, beta_NHRC: Tensor, scale: float
+    ) -> None:
+        self.qk_NHDK = qk_NHDK
+        q_NHCK, k_NHCK = qk_NHDK.split(CHUNK, 2)
+        self.levels, self.since_start_NHCK, self.until_end_NHCK = _halve(g_NHRCK.squeeze(2))
+        pairs_NHDC = qk_NHDK.new_zeros(*qk_NHDK.shape[:3], CHUNK)
+        for halves in self.levels:
+            rows, columns = halves.decayed(qk_NHDK)
+            halves.pairs(pairs_NHDC).copy_((rows @ columns.mT).unflatten(3, (2, -1)))
+        pairs_NHDC[:, :, :CHUNK].diagonal(dim1=-2, dim2=-1).copy_((q_NHCK * k_NHCK).sum(-1))
+        pairs_NHRDC, beta_NHRC1 = pairs_NHDC.unsqueeze(2), beta_NHRC.unsqueeze(-1)
+        self.chunks = Chunks(
+            v_NHRCV=v_NHRCV,
+            row_NHRD1=torch.cat([torch.full_like(beta_NHRC1, scale), -beta_NHRC1], 3),
+            reads_NHDK=self._since_start(qk_NHDK),
+            read_NHRD1=None,
+            writes_NHCK=k_NHCK * self.until_end_NHCK,
+            write_NHRC1=None,
+            forget=self.since_start_NHCK[:, :, -1, :, None, None],
+            pairs_NHRDC=pairs_NHRDC,
+            scores_NHRCC=pairs_NHRDC[..., :CHUNK, :] * scale,
+            inverse_NHRCC=invert(pairs_NHRDC[..., CHUNK:, :] * beta_NHRC1),
+        )
+
+    def _since_start(self, qk_NHDK: Tensor) -> Tensor:
+        return (qk_NHDK.unflatten(2, (2, CHUNK)) * self.since_start_NHCK.unsqueeze(2)).flatten(2, 3)
+
+    def backward(self, gradients: ChunkGradients) -> tuple[Tensor, Tensor]:
+        """Gradients of `qk` and `g`.
+
+        An exponent's gradient is the product of what it decays with that one's gradient. Rows grow with
+        their running sum and columns shrink, so the two are gathered apart.
+        """
+        q, k = self.qk_NHDK.split(CHUNK, 2)
+        d_rows = self._since_start(gradients.d_reads_NHDK)
+        d_kept = gradients.d_writes_NHCK * self.until_end_NHCK
+        d_columns = torch.zeros_like(self.qk_NHDK)  # of its queries nothing is used
+        d_pairs = gradients.d_pairs_NHRDC.squeeze(2)
+        for halves in self.levels:
+            rows, columns = halves.decayed(self.qk_NHDK)
+            d_run = halves.pairs(d_pairs).flatten(3, 4)
+            d_row = (d_run @ columns).unflatten(3, (2, -1))
+            halves.rows(d_rows).addcmul_(d_row, halves.from_middle_NHBsK.unsqueeze(3))
+            halves.columns(d_columns).addcmul_(d_run.mT @ rows, halves.to_middle_NHBsK)
+        d_columns = d_columns[:, :, CHUNK:]
+        dg_NHRCK = self._d_decay(d_rows, d_columns, d_kept, gradients.d_forget.squeeze(-1)).unsqueeze(2)
+        d_self = d_pairs[:, :, :CHUNK].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        d_rows[:, :, :CHUNK].addcmul_(d_self, k)
+        d_rows[:, :, CHUNK:].addcmul_(d_self, q).add_(d_columns).add_(d_kept)
+        return d_rows, dg_NHRCK
+
+    def _d_decay(
+        self, d_rows_NHDK: Tensor, d_columns_NHCK: Tensor, d_kept_NHCK: Tensor, d_forget_NHK: Tensor
+    ) -> Tensor:
+        """Gradient of `g`, `[N, H, C, K]`.
+
+        What a token keeps for the state may be far larger than all that decays, and cancels where the decay
+        is that of later tokens: in float64 it does.
+        """
+        k_NHCK = self.qk_NHDK[:, :, CHUNK:]
+        kept_NHCK = (k_NHCK * d_kept_NHCK).double()
+        d_sum_NHCK = (self.qk_NHDK * d_rows_NHDK).unflatten(2, (2, CHUNK)).sum(2) - k_NHCK * d_columns_NHCK
+        d_sum_NHCK = d_sum_NHCK - kept_NHCK
+        d_sum_NHCK[:, :, -1] += kept_NHCK.sum(2) + d_forget_NHK
+        return d_log_decay(d_sum_NHCK.mT).mT
+
+
+rule_forward, rule_backward = define("chunk_kda", DecayPerChannel)

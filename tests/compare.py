@@ -32,8 +32,11 @@ def rule_inputs(
     return [x.to(device) for x in inputs]
 
 
-def rule_errors(inputs, backend="torch", cu_seqlens=None, l2norm=True, scale=None):
-    """Errors of output, final state and the gradient of each input; the rule is the one that `g` fits."""
+def rule_errors(inputs, backend="torch", cu_seqlens=None, l2norm=True, scale=None, **flags):
+    """Errors of output, final state and the gradient of each input; the rule is the one that `g` fits.
+
+    `flags` are that rule's own.
+    """
     ours = [x.detach().requires_grad_() for x in inputs]
     theirs = [x.detach().cpu().double().requires_grad_() for x in inputs]
     rule = ops.chunk_gated_delta_rule if inputs[3].ndim == 3 else ops.chunk_kda
@@ -46,6 +49,7 @@ def rule_errors(inputs, backend="torch", cu_seqlens=None, l2norm=True, scale=Non
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(ours[0].device),
         cu_seqlens_cpu=cu_seqlens,
         backend=backend,
+        **flags,
     )
     expected = reference.delta_rule(
         *theirs[:5],

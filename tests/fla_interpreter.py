@@ -31,11 +31,14 @@ def install():
     os.environ["FLA_CACHE_RESULTS"] = "0"  # FLA's file of autotuned configurations is named by the GPU
     take_the_first_configuration()
     compute_bfloat16_in_float32()
+    allow_products_in_bfloat16_parts()
 
     import fla.modules.causal_conv1d
-    import fla.ops.gated_delta_rule  # noqa: F401
+    import fla.ops.gated_delta_rule
+    import fla.ops.kda  # noqa: F401
 
     let_loop_variables_be_cast()
+    find_gather_where_it_is_interpreted()
 
 
 def take_the_first_configuration():
@@ -58,6 +61,24 @@ def let_loop_variables_be_cast():
     for name, module in list(sys.modules.items()):
         if name.startswith("fla.") and hasattr(module, "tl"):
             module.range = scalars
+
+
+def find_gather_where_it_is_interpreted():
+    """Triton interprets what kernels call as `tl.name`; FLA's modules say `gather = tl.gather`."""
+    import triton.language as tl
+
+    gather = tl.gather
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.") and getattr(module, "gather", None) is gather:
+            module.gather = lambda source, index, axis: tl.gather(source, index, axis)
+
+
+def allow_products_in_bfloat16_parts():
+    """FLA asks for float32 products as sums of three in bfloat16; the interpreter computes all in float32."""
+    from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
+
+    known = InterpreterOptions().allowed_dot_input_precisions
+    interpreter_builder.options = InterpreterOptions(allowed_dot_input_precisions=(*known, "bf16x3"))
 
 
 def compute_bfloat16_in_float32():

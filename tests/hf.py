@@ -1,59 +1,136 @@
-"""transformers' Qwen3-Next as the oracle: tiny, random, on its PyTorch path."""
+"""transformers' models as the oracles: tiny, random, on their PyTorch paths."""
+
+import importlib
 
 import torch
 
+_KERNELS = {
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+}
 
-def model(**changes):
-    """A `Qwen3NextForCausalLM` whose parameters are all random, and our builder's arguments for it."""
-    import transformers.models.qwen3_next.modeling_qwen3_next as modeling
-    from transformers import Qwen3NextConfig
 
+def model(family="qwen3_next", **changes):
+    """A `ForCausalLM` of transformers, all random, and our builder's arguments for it."""
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     # With FLA installed transformers calls its Triton kernels on CPU tensors too: take what it wraps.
-    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
+    for name in _KERNELS & vars(modeling).keys():
         function = getattr(modeling, name)
         setattr(modeling, name, getattr(function, "__wrapped__", function))
+    config, overrides = {"qwen3_next": _qwen3_next, "kimi_linear": _kimi_linear}[family](**changes)
+    torch.manual_seed(0)
+    hf = getattr(modeling, type(config).__name__.replace("Config", "ForCausalLM"))(config)
+    with torch.no_grad():
+        for name, x in (*hf.named_parameters(), *hf.named_buffers()):
+            if x.is_floating_point() and not name.endswith("inv_freq"):
+                x.add_(torch.randn_like(x), alpha=0.05)
+            if name.endswith("A_log"):
+                # At the strongest initial decays the gradient of A_log is what is left of a cancellation,
+                # which transformers forms in float32: more than 1e-3 of it is rounding.
+                x.sub_(2)
+    return hf, overrides
+
+
+def without_experts(family):
+    """What `model` takes to make every layer of a family dense."""
+    return {"mlp_layer_types": ["dense"] * 4} if family == "kimi_linear" else {"num_experts": 0}
+
+
+_SMALL = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "attn_implementation": "eager",
+}
+
+
+def _qwen3_next(**changes):
+    from transformers import Qwen3NextConfig
 
     rope = {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25}
     yarn = changes.pop("yarn_factor", 1.0)
     if yarn > 1:
         rope |= {"rope_type": "yarn", "factor": yarn, "original_max_position_embeddings": 256}
-    config = Qwen3NextConfig(
-        **{
-            "vocab_size": 264,
-            "hidden_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "intermediate_size": 96,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
-            "max_position_embeddings": int(256 * yarn),
-            "rope_parameters": rope,
-            "attn_implementation": "eager",
-        }
-        | changes
-    )
-    torch.manual_seed(0)
-    hf = modeling.Qwen3NextForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in hf.named_parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-            if name.endswith("A_log"):
-                # At the strongest initial decays the gradient of A_log is what is left of a cancellation,
-                # which transformers forms in float32: more than 1e-3 of it is rounding.
-                parameter.sub_(2)
-    return hf, overrides(config, yarn)
+    small = _SMALL | {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 48,
+        "max_position_embeddings": int(256 * yarn),
+        "rope_parameters": rope,
+    }
+    config = Qwen3NextConfig(**small | changes)
+    return config, overrides(config, yarn)
+
+
+def _kimi_linear(**changes):
+    from transformers import KimiLinearConfig
+
+    small = _SMALL | {
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "kv_lora_rank": 24,
+        "num_local_experts": 8,
+        "pad_token_id": None,
+        "linear_attn_config": {
+            "full_attn_layers": [4],
+            "kda_layers": [1, 2, 3],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+    }
+    config = KimiLinearConfig(**small | changes)
+    return config, kimi_overrides(config)
+
+
+def kimi_overrides(config):
+    """As `overrides`, of a `KimiLinearConfig`."""
+    heads, width = config.linear_num_heads, config.linear_head_dim
+    return {
+        "vocab_size": config.vocab_size,
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "layer_types": config.layer_types,
+        "norm_eps": config.rms_norm_eps,
+        "n_heads": config.num_attention_heads,
+        "key_head_dim": config.qk_nope_head_dim,
+        "shared_key_dim": config.qk_rope_head_dim,
+        "value_head_dim": config.v_head_dim,
+        "compressed_dim": config.kv_lora_rank,
+        "n_linear_key_heads": heads,
+        "n_linear_value_heads": heads,
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "linear_gate_rank": width,
+        "linear_conv_kernel": config.linear_conv_kernel_dim,
+        "hidden_dim": config.intermediate_size,
+        "n_dense_layers": config.mlp_layer_types.count("dense"),
+        "n_experts": config.num_local_experts,
+        "n_experts_per_token": config.num_experts_per_tok,
+        "expert_hidden_dim": config.moe_intermediate_size,
+        "shared_expert_hidden_dim": config.moe_intermediate_size * config.n_shared_experts,
+        "route_norm": config.norm_topk_prob,
+        "route_scale": config.routed_scaling_factor,
+    }
 
 
 def overrides(config, yarn_factor=1.0):
-    """What `[model.overrides]` says to build the model of a transformers configuration."""
+    """What `[model.overrides]` says to build the model of a `Qwen3NextConfig`."""
     return {
         "vocab_size": config.vocab_size,
         "dim": config.hidden_size,

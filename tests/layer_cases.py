@@ -1,4 +1,4 @@
-"""One Gated DeltaNet layer on four ranks against the same layer on one: a function that every rank runs."""
+"""One linear attention layer on four ranks against the same layer on one: a function that every rank runs."""
 
 import itertools
 import os
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-LENGTH, WIDTH, GROUPS = 128, 32, 4
+LENGTH, WIDTH, GROUPS, RANK = 128, 32, 4, 6
 RAGGED = [0, 1, 3, 6, 31, 32, 33, 65, 66, 95, 100, 127, 128]  # 1, 2 and 3 tokens beside the edges of shards
 MESHES = [
     (1, 1, False),
@@ -18,6 +18,7 @@ MESHES = [
     (2, 2, True),
     (1, 4, False),
 ]
+LAYERS = ("gated_delta_net", "kimi_delta_attention")
 CASES = list(
     itertools.product(
         ("all_to_all", "all_gather"),
@@ -35,15 +36,15 @@ def name(case):
     return f"{exchange}-{order}-{documents}-tp{tp}-cp{cp}-{'sp' if sp else 'no_sp'}-R{R}-V{V}"
 
 
-def is_bitwise(case):
+def is_bitwise(layer, case):
     """Without TP, unless a matrix product is so narrow that the library takes another kernel for it.
 
-    That is below 16 rows of a weight (all_gather cuts weights; `in_proj_ba` has `2R` rows a group), and where
-    the rule runs on a single group, whose products are no batch.
+    That is below 16 rows of a weight (all_gather cuts weights; a group has `2R` rows of `in_proj_ba`, `R` of
+    `in_proj_b`), and where the rule runs on a single group, whose products are no batch.
     """
     exchange, _, _, (tp, cp, _), R, _ = case
-    groups = GROUPS // cp
-    return tp == 1 and (cp == 1 or (groups > 1 and (exchange == "all_to_all" or 2 * R * groups >= 16)))
+    groups, rows = GROUPS // cp, {"gated_delta_net": 2 * R, "kimi_delta_attention": R}[layer]
+    return tp == 1 and (cp == 1 or (groups > 1 and (exchange == "all_to_all" or rows * groups >= 16)))
 
 
 def set_up():
@@ -72,16 +73,18 @@ def dims(tp, cp, cache={}):  # noqa: B006 (one set of process groups a mesh)
     return cache[tp, cp]
 
 
-def split_layer(exchange, tp, cp, sp, R, V, regather=False):
+def split_layer(layer, exchange, tp, cp, sp, R, V, regather=False):
     """The same layer whole and split; half of its heads forget slowly."""
     from titan_gdn.bench.layer import LayerOptions, build
 
     options = LayerOptions(
+        layer=layer,
         dim=WIDTH,
         key_heads=GROUPS,
         value_heads=GROUPS * R,
         key_dim=8,
         value_dim=V,
+        gate_rank=RANK,
         cp=1,
         tp=1,
         sequence_parallel=sp,
@@ -129,12 +132,12 @@ def layouts(documents, tp, cp, order):
     return whole, SequenceLayout.from_positions(shards, ContextParallel(mesh, order, mesh))
 
 
-def errors(case, regather=False):
+def errors(layer, case, regather=False):
     """Relative errors of output and gradients, and whether the output is equal to the bit."""
     from tests.reference import relative_error
 
     exchange, order, documents, (tp, cp, sp), R, V = case
-    whole, split = split_layer(exchange, tp, cp, sp, R, V, regather)
+    whole, split = split_layer(layer, exchange, tp, cp, sp, R, V, regather)
     sequence, shards = layouts(documents, tp, cp, order)
     torch.manual_seed(1)
     x, d_out = torch.randn(2, 1, LENGTH, WIDTH)
@@ -160,9 +163,9 @@ def errors(case, regather=False):
     return found, bitwise
 
 
-def matrix(cases):
+def matrix(layer, cases):
     set_up()
-    return {name(case): errors(case) for case in cases}
+    return {name(case): errors(layer, case) for case in cases}
 
 
 def round_trip_of_tokens():
@@ -170,7 +173,7 @@ def round_trip_of_tokens():
     set_up()
     wrong = []
     for exchange, order, _, (tp, cp, sp), R, V in [c for c in CASES if c[2] == "ragged" and c[4:] == (2, 8)]:
-        _, split = split_layer(exchange, tp, cp, sp, R, V)
+        _, split = split_layer("gated_delta_net", exchange, tp, cp, sp, R, V)
         _, shards = layouts("ragged", tp, cp, order)
         numbers = (
             torch.arange(LENGTH, dtype=torch.float64)[None, :, None].expand(2, -1, 3)
@@ -182,12 +185,13 @@ def round_trip_of_tokens():
         def project(x, groups):
             return x[:, :, None, :1] + torch.arange(groups.start, groups.stop)[:, None] * 10000
 
-        y, home = split.exchange.to_heads(mine, project, GROUPS // tp, shards)
+        y, narrow, home = split.exchange.to_heads(mine, project, lambda x: x, GROUPS // tp, shards)
         expected = numbers[:, :, None, :1] + torch.arange(run.start, run.stop)[:, None] * 10000
         here = local(numbers, tp, cp, False, order)
         back = split.exchange.to_tokens(y, shards)
         whole = here[:, :, None, :1] + torch.arange(GROUPS // tp)[:, None] * 10000
-        if not (torch.equal(y, expected) and torch.equal(home, here) and torch.equal(back, whole)):
+        pairs = ((y, expected), (narrow, numbers), (home, here), (back, whole))
+        if not all(torch.equal(*pair) for pair in pairs):
             wrong.append((exchange, order, tp, cp, sp))
     return wrong
 
@@ -211,7 +215,7 @@ def wrong_orders():
     return said
 
 
-def traffic():
+def traffic(layer):
     """Recorded bytes over CP and TP, forward and backward, beside the formulas'."""
     from titan_gdn.bench.layer import LayerOptions, measure
 
@@ -221,11 +225,13 @@ def traffic():
         if tp * cp != int(os.environ["WORLD_SIZE"]):
             continue
         options = LayerOptions(
+            layer=layer,
             dim=WIDTH,
             key_heads=GROUPS,
             value_heads=GROUPS * 2,
             key_dim=8,
             value_dim=12,
+            gate_rank=RANK,
             tokens=LENGTH,
             batch=2,
             cp=cp,
@@ -249,6 +255,8 @@ def regathered():
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            worst, _ = errors(("all_gather", "headtail", "ragged", (1, 4, False), 2, 8), again)
+            worst, _ = errors(
+                "gated_delta_net", ("all_gather", "headtail", "ragged", (1, 4, False), 2, 8), again
+            )
         found[again] = (max(worst.values()), sum(n == LENGTH * WIDTH for n in kept))
     return found

@@ -17,4 +17,5 @@ torch.set_num_threads(1)
 import torch.distributed.checkpoint  # noqa: E402, F401
 
 import titan_gdn.config  # noqa: E402, F401
+import titan_gdn.models.kimi_linear.config_registry  # noqa: E402, F401
 import titan_gdn.models.qwen3_next.config_registry  # noqa: E402, F401

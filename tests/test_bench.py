@@ -1,5 +1,6 @@
 """The benchmark of the rule, and what it says of memory."""
 
+import importlib
 import json
 import math
 
@@ -7,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.compare import RULES, rule_inputs
 from titan_gdn.bench.options import RuleOptions
 from titan_gdn.bench.rule import _contenders, _inputs, peak_memory, run
 from titan_gdn.ops.flops import chunked_rule_flops
-from titan_gdn.ops.gated_delta_rule.torch_backend import rule_backward, rule_forward
 
 
 def peaks(name, lengths, **options):
@@ -26,20 +27,25 @@ def test_memory_of_the_rule_is_linear_in_the_sequence_and_a_third_of_transformer
     assert middle <= theirs / 3
 
 
-def test_flops_are_those_of_the_products_that_run():
-    q, k, v, g, beta = (x.detach() for x in _inputs(RuleOptions(key_heads=2, key_dim=32, value_dim=16), 256))
+@pytest.mark.parametrize("rule", RULES)
+def test_flops_are_those_of_the_products_that_run(rule):
+    inputs = rule_inputs(256, H=2, R=4, K=32, V=16, rule=rule)
+    backend = importlib.import_module(f"titan_gdn.ops.{rule.removeprefix('chunk_')}.torch_backend")
     # torch has no formula for products added in place, nor for triangular solves.
     formulas = {torch.ops.aten.baddbmm_: lambda c, a, b, **_: 2 * math.prod(a) * b[-1]}
     solves = 256 * 8 * 64**2
+    args = (*inputs, 1.0, None, None, True)
     with FlopCounterMode(display=False, custom_mapping=formulas) as forward:
-        out, _, received = rule_forward._init_fn(q, k, v, g, beta, 1.0, None, None, True)
+        out, _, received = backend.rule_forward._init_fn(*args)
+    gradients = (received, torch.ones_like(out), None)
     with FlopCounterMode(display=False, custom_mapping=formulas) as backward:
-        rule_backward._init_fn(q, k, v, g, beta, 1.0, None, None, True, received, torch.ones_like(out), None)
+        backend.rule_backward._init_fn(*args, *gradients)
     counted = [count.get_total_flops() + solves for count in (forward, backward)]
-    assert counted == list(chunked_rule_flops(256, 2, 8, 32, 16))
+    assert counted == list(chunked_rule_flops(256, 2, 8, 32, 16, per_channel=rule == "chunk_kda"))
     with FlopCounterMode(display=False) as registered:
-        rule_forward(q, k, v, g, beta, 1.0, None, None, True)
-    assert registered.get_total_flops() == counted[0]
+        backend.rule_forward(*args)
+        backend.rule_backward(*args, *gradients)
+    assert registered.get_total_flops() == sum(counted)
 
 
 def test_bench_prints_writes_and_draws(tmp_path, capsys):

@@ -13,17 +13,18 @@ from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.parallel.traffic import LayerShape, choose, elements_in, elements_out
 
 
-@pytest.fixture(scope="module")
-def matrix():
-    """All cases in one pool of four ranks; the worst rank counts."""
-    return ranks.run(layer_cases.matrix, 4, layer_cases.CASES, timeout=280)
+@pytest.fixture(scope="module", params=layer_cases.LAYERS)
+def matrix(request):
+    """A layer, and all its cases in one pool of four ranks; the worst rank counts."""
+    return request.param, ranks.run(layer_cases.matrix, 4, request.param, layer_cases.CASES, timeout=400)
 
 
 @pytest.mark.parametrize("case", layer_cases.CASES, ids=layer_cases.name)
 def test_a_layer_gives_the_numbers_of_one_rank(matrix, case):
-    for errors, bitwise in (rank[layer_cases.name(case)] for rank in matrix):
+    layer, records = matrix
+    for errors, bitwise in (rank[layer_cases.name(case)] for rank in records):
         assert max(errors.values()) < 1e-5, errors
-        if layer_cases.is_bitwise(case):
+        if layer_cases.is_bitwise(layer, case):
             assert bitwise, "without TP the output is one rank's to the bit"
 
 
@@ -37,12 +38,19 @@ def test_a_wrong_order_is_an_error_on_every_rank():
         assert all("did not arrive in the declared order" in error for error in said)
 
 
+SHAPES = {
+    "gated_delta_net": LayerShape(width=32, exchanged=4 * (16 + 24 + 4), output=4 * 24),
+    "kimi_delta_attention": LayerShape(width=32, exchanged=4 * (16 + 24 + 2), output=4 * 24, bottleneck=6),
+}
+
+
+@pytest.mark.parametrize("layer", layer_cases.LAYERS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_recorded_bytes_are_those_of_the_formulas(world_size):
+def test_recorded_bytes_are_those_of_the_formulas(layer, world_size):
     B, T, D = 2, layer_cases.LENGTH, layer_cases.WIDTH
-    shape = LayerShape(width=D, exchanged=4 * (16 + 24 + 4), output=4 * 24)
+    shape = SHAPES[layer]
     seen = 0
-    for (exchange, tp, cp, sp), row in ranks.run(layer_cases.traffic, world_size)[0]:
+    for (exchange, tp, cp, sp), row in ranks.run(layer_cases.traffic, world_size, layer)[0]:
         over_cp = 0
         if cp > 1:
             over_cp = 4 * (
@@ -51,7 +59,9 @@ def test_recorded_bytes_are_those_of_the_formulas(world_size):
         assert row["cp forward (bytes)"] == row["cp backward (bytes)"] == over_cp
         # Over TP with sequence parallelism: gather the input, reduce-scatter the output; then the other way.
         rows = B * T if exchange == "all_gather" and cp > 1 else B * T // cp
-        leg, out = 4 * rows * D * (tp - 1) // tp, 4 * B * T // cp * D * (tp - 1) // tp
+        # Without an exchange the bottleneck is made of what was gathered.
+        narrow = B * T * shape.bottleneck if exchange == "all_to_all" and cp > 1 else 0
+        leg, out = 4 * (rows * D + narrow) * (tp - 1) // tp, 4 * B * T // cp * D * (tp - 1) // tp
         if sp:
             assert row["tp forward (bytes)"] == row["tp backward (bytes)"] == leg + out
         else:  # all-reduces: of the output forward, of the input's gradient backward

@@ -9,9 +9,15 @@ from safetensors.torch import load_file, save_file
 
 from tests import hf, ranks
 from tests.reference import relative_error
+from titan_gdn.models.kimi_linear import KimiLinearStateDictAdapter, kimi_linear
+from titan_gdn.models.kimi_linear.state_dict_adapter import published
 from titan_gdn.models.qwen3_next import Qwen3NextStateDictAdapter, qwen3_next
 
-CONFIGURATIONS = {
+FAMILIES = {
+    "qwen3_next": (qwen3_next, Qwen3NextStateDictAdapter),
+    "kimi_linear": (kimi_linear, KimiLinearStateDictAdapter),
+}
+QWEN3_NEXT = {
     "as published, small": {},
     "dense": {"num_experts": 0},
     "value heads not grouped, K and V unequal": {"linear_num_value_heads": 4, "linear_value_head_dim": 24},
@@ -31,24 +37,58 @@ CONFIGURATIONS = {
         "rms_norm_eps": 1e-3,
     },
 }
+KIMI_LINEAR = {
+    "as published, small": {},
+    "dense": {"mlp_layer_types": ["dense"] * 4},
+    "every layer sparse": {"mlp_layer_types": ["sparse"] * 4},
+    "scores neither normalised nor scaled": {"norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    "two shared experts, three of eight": {"n_shared_experts": 2, "num_experts_per_tok": 3},
+    "another order of layers": {
+        "layer_types": ["full_attention"] * 2 + ["linear_attention"] * 2,
+    },
+    "only linear layers": {"layer_types": ["linear_attention"] * 4},
+    "only full layers": {"layer_types": ["full_attention"] * 4},
+    "value heads wider than keys": {"v_head_dim": 32, "qk_nope_head_dim": 8},
+    "more linear heads, wider, short kernel, other epsilon": {
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "kda_layers": [1, 3],
+            "num_heads": 8,
+            "head_dim": 24,
+            "short_conv_kernel_size": 2,
+        },
+        "rms_norm_eps": 1e-3,
+    },
+}
+CASES = [("qwen3_next", name) for name in QWEN3_NEXT] + [("kimi_linear", name) for name in KIMI_LINEAR]
+every_configuration = pytest.mark.parametrize(("family", "name"), CASES)
 
 
-def ours(overrides, hf_state):
-    config = qwen3_next(**overrides)
+def theirs_of(family, name):
+    return hf.model(family, **(QWEN3_NEXT if family == "qwen3_next" else KIMI_LINEAR)[name])
+
+
+def saved(model, folder):
+    """What `save_pretrained` writes, by the published names."""
+    model.save_pretrained(folder)
+    return {published(key): x for key, x in load_file(folder / "model.safetensors").items()}
+
+
+def ours(family, overrides, hf_state):
+    build, adapt = FAMILIES[family]
+    config = build(**overrides)
     model = config.build()
     model.init_states()
-    adapter = Qwen3NextStateDictAdapter(config, None)
+    adapter = adapt(config, None)
     missing, unexpected = model.load_state_dict(adapter.from_hf(hf_state), strict=False)
     assert not missing and not unexpected
     return model, adapter
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
-    theirs, overrides = hf.model(**CONFIGURATIONS[name])
-    theirs.save_pretrained(tmp_path)
-    files = load_file(tmp_path / "model.safetensors")
-    model, adapter = ours(overrides, files)
+@every_configuration
+def test_logits_and_gradients_are_those_of_transformers(family, name, tmp_path):
+    theirs, overrides = theirs_of(family, name)
+    model, adapter = ours(family, overrides, saved(theirs, tmp_path))
 
     tokens, labels = torch.randint(0, 264, (2, 2, 200))
     logits, expected = model(tokens), theirs(tokens, use_cache=False).logits
@@ -58,18 +98,17 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     # transformers keeps experts together in memory, files do not: look at its gradients as files have them.
     for parameter in theirs.parameters():
         parameter.data = parameter.grad
-    theirs.save_pretrained(tmp_path / "gradients")
     gradients = adapter.to_hf({name: parameter.grad for name, parameter in model.named_parameters()})
-    for key, gradient in load_file(tmp_path / "gradients" / "model.safetensors").items():
-        assert relative_error(gradients[key], gradient) < 1e-3, key
+    for key, gradient in saved(theirs, tmp_path / "gradients").items():
+        if not key.endswith("e_score_correction_bias"):  # a buffer
+            assert relative_error(gradients[key], gradient) < 1e-3, key
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_exported_weights_are_the_files_they_came_from(name, tmp_path):
-    theirs, overrides = hf.model(**CONFIGURATIONS[name])
-    theirs.save_pretrained(tmp_path)
-    files = load_file(tmp_path / "model.safetensors")
-    model, adapter = ours(overrides, files)
+@every_configuration
+def test_exported_weights_are_the_files_they_came_from(family, name, tmp_path):
+    theirs, overrides = theirs_of(family, name)
+    files = saved(theirs, tmp_path)
+    model, adapter = ours(family, overrides, files)
     exported = adapter.to_hf(model.state_dict())
     assert exported.keys() == files.keys()
     assert all(torch.equal(exported[key], files[key]) for key in files)
@@ -90,6 +129,22 @@ def test_the_published_configuration_has_every_number_and_parameter():
     assert nparams == 79_674_391_296
 
 
+def test_the_published_kimi_linear_has_every_number_and_parameter():
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    # transformers' defaults are the 48B-A3B but for the order of its layers (`config.json`).
+    full = [4, 8, 12, 16, 20, 24, 27]
+    kda = [i for i in range(1, 28) if i not in full]
+    published = KimiLinearConfig(linear_attn_config={"full_attn_layers": full, "kda_layers": kda})
+    ours, theirs = kimi_linear(), kimi_linear(**hf.kimi_overrides(published))
+    assert ours.to_dict() == theirs.to_dict()
+    with torch.device("meta"):
+        model, reference = ours.build(), KimiLinearForCausalLM(published)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
+    nparams, _ = ours.get_nparams_and_flops(model, 4096)
+    assert nparams == 49_122_675_072
+
+
 def test_flops_of_linear_layers_do_not_grow_with_the_sequence():
     linear = qwen3_next(**hf.overrides(hf.model(layer_types=["linear_attention"] * 4)[0].config))
     mixed = qwen3_next(**hf.overrides(hf.model()[0].config))
@@ -102,11 +157,17 @@ def test_flops_of_linear_layers_do_not_grow_with_the_sequence():
     assert flops[id(mixed)][1] - flops[id(mixed)][0] == 6 * 4 * (32 + 32) * 1024
 
 
-def test_a_run_loads_and_exports_hugging_face_files(tmp_path):
-    """Trained one step at TP 2 x FSDP 2 and exported; transformers loads it and gives the logits of ours."""
-    from transformers import Qwen3NextForCausalLM
+def test_flops_of_latent_attention_are_those_of_its_two_widths():
+    config = kimi_linear(**hf.model("kimi_linear")[1])
+    model = config.build()
+    short, long = (config.get_nparams_and_flops(model, length)[1] for length in (1024, 2048))
+    assert long - short == 6 * 4 * (16 + 8 + 12) * 1024  # as above, scores of 24 and values of 12
 
-    theirs, overrides = hf.model()
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_loads_and_exports_hugging_face_files(family, tmp_path):
+    """Trained one step at TP 2 x FSDP 2 and exported; transformers loads it and gives the logits of ours."""
+    theirs, overrides = hf.model(family)
     theirs.save_pretrained(tmp_path)
     extra = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.zeros(2, 2)}
     save_file(extra, tmp_path / "model.safetensors", {"format": "pt"})
@@ -118,7 +179,11 @@ def test_a_run_loads_and_exports_hugging_face_files(tmp_path):
         "last_save_in_hf": True,
     }
     path = hf.toml(
-        str(tmp_path), overrides, checkpoint=checkpoint, training={"steps": 1, "local_batch_size": 2}
+        str(tmp_path),
+        overrides,
+        model={"name": family},
+        checkpoint=checkpoint,
+        training={"steps": 1, "local_batch_size": 2},
     )
     argv = ["--job.config_file", path, "--parallelism.tensor_parallel_degree", "2"]
     told = ranks.run(train_and_tell, 4, argv)
@@ -126,12 +191,12 @@ def test_a_run_loads_and_exports_hugging_face_files(tmp_path):
 
     exported = tmp_path / "out" / "checkpoint" / "step-1"
     theirs.config.save_pretrained(exported)
-    reloaded, info = Qwen3NextForCausalLM.from_pretrained(exported, output_loading_info=True)
+    reloaded, info = type(theirs).from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     files = {}
     for name in os.listdir(exported):
         files |= load_file(exported / name) if name.endswith(".safetensors") else {}
-    model, _ = ours(overrides, files)
+    model, _ = ours(family, overrides, files)
     tokens = torch.randint(0, 264, (2, 100))
     torch.testing.assert_close(model(tokens), reloaded(tokens).logits, atol=1e-4, rtol=1e-4)
     assert not torch.equal(files["lm_head.weight"], theirs.lm_head.weight)

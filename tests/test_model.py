@@ -1,5 +1,6 @@
 """What holds for the whole model: documents apart, decay exact, resuming, validation, imports."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 from tests import hf, ranks
 from tests.training import train
 from titan_gdn.config import ConfigError, load_config
+from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.parallel.sequence import SequenceLayout
 
@@ -21,12 +23,17 @@ def positions_of(cu_seqlens, batch):
     return row.expand(batch, -1).contiguous()
 
 
-@pytest.mark.parametrize(("experts", "tolerance"), [(0, 0.0), (4, 1e-6)])
-def test_a_document_does_not_depend_on_its_neighbours(experts, tolerance):
+BUILDERS = {"qwen3_next": qwen3_next, "kimi_linear": kimi_linear}
+every_family = pytest.mark.parametrize("family", BUILDERS)
+
+
+@every_family
+@pytest.mark.parametrize(("experts", "tolerance"), [(False, 0.0), (True, 1e-6)])
+def test_a_document_does_not_depend_on_its_neighbours(family, experts, tolerance):
     """Outputs and gradients of the embeddings, after every token of one document is changed."""
     torch.manual_seed(0)
-    _, overrides = hf.model(num_experts=experts)
-    model = qwen3_next(**overrides).build()
+    _, overrides = hf.model(family, **({} if experts else hf.without_experts(family)))
+    model = BUILDERS[family](**overrides).build()
     model.init_states()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -96,14 +103,15 @@ def decay_bits(argv):
     return same, set(weights), finite, dtypes
 
 
+@every_family
 @pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
 @pytest.mark.parametrize(
     "argv", [[], ["--parallelism.tensor_parallel_degree", "2"], ["--activation_checkpoint.mode", "full"]]
 )
-def test_decay_is_exact_in_float32_under_bfloat16_mixed_precision(tmp_path, argv, backend):
-    _, overrides = hf.model(num_experts=0)
+def test_decay_is_exact_in_float32_under_bfloat16_mixed_precision(tmp_path, argv, backend, family):
+    _, overrides = hf.model(family, **hf.without_experts(family))
     training = {"steps": 1, "local_batch_size": 1, "mixed_precision_param": "bfloat16"}
-    path = hf.toml(str(tmp_path), overrides, training=training)
+    path = hf.toml(str(tmp_path), overrides, model={"name": family}, training=training)
     argv = ["--job.config_file", path, "--parallelism.spmd_backend", backend, *argv]
     for same, weights, finite, dtypes in ranks.run(decay_bits, 2, argv):
         assert same and all(same), "the forward saw rounded decay parameters"
@@ -180,15 +188,19 @@ def test_operators_and_exchanges_need_neither_torchtitan_nor_fla():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    "run", ["qwen3_next_debug", "qwen3_next_debug_moe", "qwen3_next_80b_a3b", "qwen3_next_80b_a3b_1m"]
-)
-def test_torchtitans_own_command_finds_the_runs(run):
+RUNS = {
+    "qwen3_next": ("debug", "debug_moe", "80b_a3b", "80b_a3b_1m"),
+    "kimi_linear": ("debug", "debug_moe", "48b_a3b"),
+}
+
+
+@pytest.mark.parametrize(("family", "run"), [(family, run) for family in RUNS for run in RUNS[family]])
+def test_torchtitans_own_command_finds_the_runs(family, run):
     from torchtitan.config import ConfigManager
 
-    argv = ["--module", "titan_gdn.models.qwen3_next", "--config", run, "--training.steps", "7"]
+    argv = ["--module", f"titan_gdn.models.{family}", "--config", f"{family}_{run}", "--training.steps", "7"]
     config = ConfigManager().parse_args(argv)
-    assert config.training.steps == 7 and config.model_spec.name == "qwen3_next"
+    assert config.training.steps == 7 and config.model_spec.name == family
 
 
 @pytest.mark.parametrize(
@@ -203,10 +215,16 @@ def test_the_configurations_that_we_ship_are_valid(name, tmp_path):
     load_config(argv, 2 if "debug" in name else 64)
 
 
-def test_parameters_of_norms_and_decays_have_no_weight_decay():
-    from titan_gdn.models.qwen3_next.config_registry import trainer_config
+NORMS = {
+    "qwen3_next": {"norm", "q_norm", "k_norm", "ffn_norm", "attention_norm"},
+    "kimi_linear": {"norm", "kv_norm", "ffn_norm", "attention_norm"},
+}
 
-    config = trainer_config("debug_moe")
+
+@every_family
+def test_parameters_of_norms_and_decays_have_no_weight_decay(family):
+    registry = importlib.import_module(f"titan_gdn.models.{family}.config_registry")
+    config = registry.trainer_config("debug_moe")
     model = config.model_spec.model.build()
     optimizers = config.optimizer.build(model_parts=[model])
     decayed = {
@@ -217,14 +235,7 @@ def test_parameters_of_norms_and_decays_have_no_weight_decay():
     }
     without = {name for name, weight_decay in decayed.items() if weight_decay == 0}
     assert without == {n for n in decayed if n.endswith(("A_log", "dt_bias", "norm.weight"))}
-    assert {n.rsplit(".", 2)[-2] for n in without} >= {
-        "decay",
-        "norm",
-        "q_norm",
-        "k_norm",
-        "ffn_norm",
-        "attention_norm",
-    }
+    assert {n.rsplit(".", 2)[-2] for n in without} == {"decay", *NORMS[family]}
 
 
 NONSENSE = {

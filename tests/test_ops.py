@@ -11,7 +11,7 @@ from tests import reference
 from tests.compare import RULES, rule_errors, rule_inputs
 from tests.reference import relative_error
 from titan_gdn import ops
-from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention
+from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention, kda_gate
 from titan_gdn.ops.causal_conv1d import torch_backend as conv_backend
 
 RAGGED = [0, 1, 3, 6, 64, 130, 131, 200]
@@ -37,6 +37,41 @@ def test_rule_starts_afresh_at_each_document_whatever_the_decay(rule, decay, sta
     inputs = rule_inputs(RAGGED[-1], R=2, decay=decay, states=(len(RAGGED) - 1) * states, rule=rule)
     errors = rule_errors(inputs, cu_seqlens=torch.tensor(RAGGED))
     assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize("decay", [-5.0, -50.0, "mixed"])
+def test_kda_holds_for_the_strongest_decays(decay):
+    """In whole chunks; mixed: channels of -50 and of -0.001 in one head, where factors of a run overflow."""
+    inputs = rule_inputs(200, R=2, states=1, rule="chunk_kda")
+    if decay == "mixed":
+        inputs[3][..., ::2], inputs[3][..., 1::2] = -50.0, -0.001
+    else:
+        inputs[3].fill_(decay)
+    errors = rule_errors(inputs)
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gate_of_kda_is_the_published_formula(lower_bound):
+    x, A_log, dt_bias = torch.randn(5, 3, 4) * 3, torch.rand(3) * 2.7, torch.randn(3, 4)
+    rate = A_log.double().exp()[:, None]
+    biased = x.double() + dt_bias
+    expected = (
+        -rate * (1 + biased.exp()).log()
+        if lower_bound is None
+        else lower_bound / (1 + (-rate * biased).exp())
+    )
+    assert relative_error(kda_gate(x, -A_log.exp(), dt_bias, lower_bound), expected) < 1e-6
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gradients_of_a_saturated_gate_are_finite(lower_bound):
+    inputs = [torch.tensor([[-1e4, -80.0, 0.0, 80.0, 1e4]]), torch.tensor([-16.0]), torch.zeros(1, 5)]
+    inputs = [x.requires_grad_() for x in inputs]
+    g = kda_gate(*inputs, lower_bound)
+    assert g.isfinite().all() and (g <= 0).all() and (lower_bound is None or (g >= lower_bound).all())
+    for grad in torch.autograd.grad(g.sum(), inputs):
+        assert grad.isfinite().all()
 
 
 def test_rule_takes_more_documents_than_run_at_once(rule):

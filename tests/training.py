@@ -60,12 +60,17 @@ def _whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def _local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def _watch_routers(trainer):
     gaps = []
 
     def watch(router, args, output):
-        scores = output[2]
-        scores = scores.to_local() if isinstance(scores, DTensor) else scores
+        scores = _local(output[2])
+        if len(args) > 1 and args[1] is not None:  # the bias that balances experts is part of the choice
+            scores = scores + _local(args[1])
         top = scores.detach().float().topk(router.top_k + 1, dim=-1).values
         gaps.append((top[..., -2] - top[..., -1]).min().item())
 

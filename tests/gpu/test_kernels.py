@@ -5,9 +5,10 @@ import statistics
 import pytest
 import torch
 
-from tests.compare import conv_errors, rule_errors, rule_inputs
+from tests.compare import RULES, conv_errors, rule_errors, rule_inputs
 from tests.reference import relative_error
-from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule
+from titan_gdn import ops
+from titan_gdn.ops import causal_conv1d
 from titan_gdn.ops.backends import why_not_fla
 
 pytestmark = [
@@ -28,6 +29,16 @@ TOLERANCE = {
 }
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 documents = pytest.mark.parametrize("offsets", [RAGGED, None])
+rules = pytest.mark.parametrize("rule", RULES)
+safe_gates = pytest.mark.parametrize(
+    ("rule", "flags", "decay"),
+    [
+        ("chunk_gated_delta_rule", {}, (-1.0, 0.0)),
+        ("chunk_kda", {"safe_gate": True}, (-5.0, 0.0)),
+        ("chunk_kda", {"safe_gate": False}, (-8.0, 0.0)),
+    ],
+    ids=["gdn", "kda, safe gate", "kda"],
+)
 
 
 def need_fla():
@@ -44,11 +55,13 @@ def backend(request):
 
 @dtypes
 @documents
+@safe_gates
 @pytest.mark.parametrize("R", [1, 2])
-def test_rule_is_the_recurrence(backend, dtype, offsets, R):
+def test_rule_is_the_recurrence(backend, dtype, offsets, rule, flags, decay, R):
     states = 1 if offsets is None else len(offsets) - 1
-    inputs = rule_inputs(200, H=1, R=R, K=128, V=128, states=states, dtype=dtype, device="cuda")
-    errors = rule_errors(inputs, backend, offsets and torch.tensor(offsets))
+    shape = {"H": 1, "R": R, "K": 128, "V": 128, "states": states}
+    inputs = rule_inputs(200, rule=rule, decay=decay, dtype=dtype, device="cuda", **shape)
+    errors = rule_errors(inputs, backend, offsets and torch.tensor(offsets), **flags)
     assert max(errors.values()) < TOLERANCE[backend, dtype], errors
 
 
@@ -62,19 +75,27 @@ def test_convolution_is_the_sum_over_the_past(backend, dtype, offsets):
 
 
 def layer(backend, inputs, x, weight, offsets):
-    """Output of both operators, and every gradient."""
+    """Output of both operators, and every gradient; the rule is the one that `g` fits."""
     device, host = (None, None) if offsets is None else offsets
     inputs = [y.detach().requires_grad_() for y in (*inputs, x, weight)]
-    *rule, x, weight = inputs
+    *rule_arguments, x, weight = inputs
     y = causal_conv1d(x, weight, device, host, backend)
-    out, _ = chunk_gated_delta_rule(
-        *rule, use_qk_l2norm_in_kernel=True, cu_seqlens=device, cu_seqlens_cpu=host, backend=backend
+    rule, flags = ops.chunk_gated_delta_rule, {}
+    if rule_arguments[3].ndim == 4:
+        rule, flags = ops.chunk_kda, {"safe_gate": True}
+    out, _ = rule(
+        *rule_arguments,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=device,
+        cu_seqlens_cpu=host,
+        backend=backend,
+        **flags,
     )
     return out, y, *torch.autograd.grad((out, y), inputs, (torch.ones_like(out), torch.ones_like(y)))
 
 
-def layer_inputs(T, dtype=torch.bfloat16):
-    inputs = rule_inputs(T, H=2, R=2, K=128, V=128, dtype=dtype, device="cuda")
+def layer_inputs(rule, T, dtype=torch.bfloat16):
+    inputs = rule_inputs(T, rule=rule, H=2, R=2, K=128, V=128, dtype=dtype, device="cuda")
     x, weight = (torch.randn(shape, device="cuda").to(dtype) for shape in ((1, T, 1024), (1024, 4)))
     return inputs, x, weight
 
@@ -84,25 +105,28 @@ def offsets_of(documents):
     return torch.tensor(documents, device="cuda"), torch.tensor(documents)
 
 
+@rules
 @dtypes
 @pytest.mark.parametrize("documents", [LONG, LONG[:1] + LONG[-1:]], ids=["ragged", "one"])
-def test_long_sequences_stay_finite(backend, dtype, documents):
-    results = layer(backend, *layer_inputs(LONG[-1], dtype), offsets_of(documents))
+def test_long_sequences_stay_finite(backend, rule, dtype, documents):
+    results = layer(backend, *layer_inputs(rule, LONG[-1], dtype), offsets_of(documents))
     assert all(torch.isfinite(x).all() for x in results)
 
 
-def test_backends_agree_on_long_sequences():
+@rules
+def test_backends_agree_on_long_sequences(rule):
     need_fla()
-    arguments = *layer_inputs(LONG[-1]), offsets_of(LONG)
+    arguments = *layer_inputs(rule, LONG[-1]), offsets_of(LONG)
     errors = [
         relative_error(*pair) for pair in zip(*(layer(b, *arguments) for b in ("fla", "torch")), strict=True)
     ]
     assert max(errors) < TOLERANCE["fla", torch.bfloat16], errors
 
 
-def test_fla_never_waits_for_the_device():
+@rules
+def test_fla_never_waits_for_the_device(rule):
     need_fla()
-    arguments = *layer_inputs(1000), offsets_of([0, 5, 700, 1000])
+    arguments = *layer_inputs(rule, 1000), offsets_of([0, 5, 700, 1000])
     layer("fla", *arguments)  # compiles and tunes
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -111,10 +135,11 @@ def test_fla_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@rules
 @pytest.mark.parametrize("T", [8_192, 65_536])
-def test_time(backend, T):
+def test_time(backend, rule, T):
     """Prints medians of 5 runs after 2 more, forward and backward together."""
-    arguments = *layer_inputs(T), offsets_of([0, T // 3, T])
+    arguments = *layer_inputs(rule, T), offsets_of([0, T // 3, T])
     times = []
     for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -123,4 +148,4 @@ def test_time(backend, T):
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
-    print(f"\n{backend}: {T} tokens, forward and backward: {statistics.median(times[2:]):.2f} ms")
+    print(f"\n{backend}, {rule}: {T} tokens, forward and backward: {statistics.median(times[2:]):.2f} ms")

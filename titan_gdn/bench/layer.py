@@ -1,4 +1,4 @@
-"""Gated DeltaNet on N ranks: what crosses each group, how long it takes, how much memory it needs.
+"""A linear attention layer on N ranks: what crosses each group, how long it takes, how much memory it needs.
 
 Bytes are recorded from the collectives that run, and stand beside the formula's.
 """
@@ -24,13 +24,15 @@ from torchtitan.tools.utils import device_module, device_type
 
 from titan_gdn.bench.options import LayerOptions
 from titan_gdn.bench.recorder import BytesSent
-from titan_gdn.layers.gated_delta_net import GatedDeltaNet
-from titan_gdn.layers.linear_attention import LinearAttentionConfig
+from titan_gdn.layers.linear_attention import LinearAttention, LinearAttentionConfig
+from titan_gdn.models.hybrid.sharding import set_linear_attention
+from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
-from titan_gdn.models.qwen3_next.sharding import set_gated_delta_net
 from titan_gdn.parallel.exchange import ExchangeName
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout, shard_order
 from titan_gdn.parallel.traffic import LayerShape, elements_in, elements_out
+
+MODELS = {"gated_delta_net": qwen3_next, "kimi_delta_attention": kimi_linear}
 
 
 def build(
@@ -39,9 +41,10 @@ def build(
     parallel_dims: ParallelDims,
     weights: dict[str, torch.Tensor] | None = None,
     regather: bool = False,
-) -> tuple[GatedDeltaNet, LayerShape]:
+) -> tuple[LinearAttention, LayerShape]:
     """The layer and its shape, split over the mesh of `parallel_dims` (backend "partial_dtensor")."""
-    model = qwen3_next(
+    own = {"linear_gate_rank": options.gate_rank} if options.layer == "kimi_delta_attention" else {}
+    model = MODELS[options.layer](
         dim=options.dim,
         n_layers=1,
         layer_types=["linear_attention"],
@@ -50,11 +53,12 @@ def build(
         n_linear_value_heads=options.value_heads,
         linear_key_head_dim=options.key_dim,
         linear_value_head_dim=options.value_dim,
+        **own,
     )
     config = model.linear_layers()[0]
     config.run = LinearAttentionConfig(kernel=options.kernel, exchange=exchange, regather=regather)
     sharded = options.sequence_parallel and options.tp > 1
-    set_gated_delta_net(config, sharded)
+    set_linear_attention(config, sharded)
     with torch.device(device_type):
         layer = config.build()
     layer.init_states()
@@ -108,7 +112,11 @@ def measure(options: LayerOptions, exchange: ExchangeName, computes: bool) -> di
         def project(x: torch.Tensor, run: slice) -> torch.Tensor:
             return x[..., None, :1].expand(-1, -1, run.stop - run.start, width).contiguous()
 
-        y, _ = layer.exchange.to_heads(x, project, groups, sequence)
+        def bottleneck(x: torch.Tensor) -> torch.Tensor | None:
+            return x[..., : shape.bottleneck].contiguous() if shape.bottleneck else None
+
+        y, narrow, _ = layer.exchange.to_heads(x, project, bottleneck, groups, sequence)
+        y = y if narrow is None else y + narrow.sum(-1)[..., None, None]  # so that it has a gradient
         return layer.exchange.to_tokens(y[..., : shape.output // options.key_heads].contiguous(), sequence)
 
     forward = whole_layer if computes else only_exchange
@@ -206,7 +214,7 @@ def run(options: LayerOptions, computes: bool = True) -> list[dict[str, Any]]:
 
 
 def _print(options: LayerOptions, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"Gated DeltaNet, {options.tokens} tokens, CP {options.cp}, TP {options.tp}, rank 0")
+    table = Table(title=f"{options.layer}, {options.tokens} tokens, CP {options.cp}, TP {options.tp}, rank 0")
     for name in rows[0]:
         table.add_column(name, justify="left" if name == "exchange" else "right")
     for row in rows:

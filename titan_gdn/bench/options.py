@@ -12,6 +12,7 @@ from titan_gdn.parallel.sequence import Order
 class RuleOptions:
     """The rule's shapes; the defaults are those of one rank of Qwen3-Next, narrowed for two cores."""
 
+    rule: Literal["chunk_gated_delta_rule", "chunk_kda"] = "chunk_gated_delta_rule"
     tokens: tuple[int, ...] = (2048, 4096, 8192)
     """Sequence lengths, one after the other."""
     batch: int = 1
@@ -23,7 +24,7 @@ class RuleOptions:
     backends: tuple[Backend, ...] = ("auto",)
     """Ours, one beside the other."""
     peer: Literal["transformers"] | None = None
-    """Run the PyTorch function of transformers' Qwen3-Next beside ours, in turns."""
+    """Run the PyTorch function of transformers' Qwen3-Next or Kimi Linear beside ours, in turns."""
     threads: int | None = None
     """Threads of the CPU; all of them if not given."""
     repeats: int = 5
@@ -38,12 +39,15 @@ class RuleOptions:
 class LayerOptions:
     """The layer, the mesh and the sequence; the defaults are Qwen3-Next's layer, narrowed for two cores."""
 
+    layer: Literal["gated_delta_net", "kimi_delta_attention"] = "gated_delta_net"
     dim: int = 1024
     """Width of the hidden states."""
     key_heads: int = 8
     value_heads: int = 16
     key_dim: int = 128
     value_dim: int = 128
+    gate_rank: int = 128
+    """Width of the bottlenecks of Kimi Delta Attention's gates."""
     tokens: int = 2048
     """Tokens of a row, over all ranks."""
     batch: int = 1

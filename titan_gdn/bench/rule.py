@@ -1,4 +1,4 @@
-"""The gated delta rule by itself: time, share of the machine's matrix rate, memory, beside a peer."""
+"""A chunked rule by itself: time, share of the machine's matrix rate, memory, beside a peer."""
 
 import json
 import statistics
@@ -15,8 +15,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from titan_gdn import ops
 from titan_gdn.bench.options import RuleOptions
-from titan_gdn.ops import chunk_gated_delta_rule
 from titan_gdn.ops.flops import chunked_rule_flops
 
 Rule = Callable[..., Tensor]
@@ -64,19 +64,27 @@ def run(options: RuleOptions) -> list[dict[str, Any]]:
 
 
 def _contenders(options: RuleOptions) -> dict[str, Rule]:
+    rule = getattr(ops, options.rule)
+
     def ours(backend: str) -> Rule:
-        return lambda *inputs: chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True, backend=backend)[
-            0
-        ]
+        return lambda *inputs: rule(*inputs, use_qk_l2norm_in_kernel=True, backend=backend)[0]
 
     contenders = {f"titan_gdn, {backend}": ours(backend) for backend in options.backends}
     if options.peer == "transformers":
-        from transformers.models.qwen3_next import modeling_qwen3_next
-
-        # With FLA installed, the function itself calls FLA, on CPU tensors too.
-        peer = modeling_qwen3_next.torch_chunk_gated_delta_rule.__wrapped__
+        peer = _transformers(options.rule)
         contenders["transformers"] = lambda *inputs: peer(*inputs, use_qk_l2norm_in_kernel=True)[0]
     return contenders
+
+
+def _transformers(rule: str) -> Callable:
+    """Its PyTorch function, behind what calls FLA where that is installed, on CPU tensors too."""
+    if rule == "chunk_kda":
+        from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+
+        return kimi_linear.chunk_kimi_delta_attention.__wrapped__
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+    return qwen3_next.torch_chunk_gated_delta_rule.__wrapped__
 
 
 def _inputs(options: RuleOptions, tokens: int) -> list[Tensor]:
@@ -84,7 +92,8 @@ def _inputs(options: RuleOptions, tokens: int) -> list[Tensor]:
     lead, dtype = (options.batch, tokens), getattr(torch, options.dtype)
     q, k = (torch.randn(*lead, options.key_heads, options.key_dim, device=DEVICE, dtype=dtype) for _ in "qk")
     v = torch.randn(*lead, options.value_heads, options.value_dim, device=DEVICE, dtype=dtype)
-    g = -torch.rand(*lead, options.value_heads, device=DEVICE)
+    channels = (options.key_dim,) if options.rule == "chunk_kda" else ()
+    g = -torch.rand(*lead, options.value_heads, *channels, device=DEVICE)
     beta = torch.rand(*lead, options.value_heads, device=DEVICE)
     return [x.requires_grad_() for x in (q, k, v, g, beta)]
 
@@ -143,14 +152,19 @@ def matrix_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.1) -> f
 
 def _flops(options: RuleOptions, tokens: int) -> tuple[int, int]:
     return chunked_rule_flops(
-        options.batch * tokens, options.key_heads, options.value_heads, options.key_dim, options.value_dim
+        options.batch * tokens,
+        options.key_heads,
+        options.value_heads,
+        options.key_dim,
+        options.value_dim,
+        per_channel=options.rule == "chunk_kda",
     )
 
 
 def _print(options: RuleOptions, rows: list[dict[str, Any]], rate: float) -> None:
     threads = f", {torch.get_num_threads()} threads" if DEVICE == "cpu" else ""
     title = (
-        f"Gated delta rule on {DEVICE}{threads}, {options.dtype}: batch {options.batch}, "
+        f"{options.rule} on {DEVICE}{threads}, {options.dtype}: batch {options.batch}, "
         f"{options.key_heads} key heads of {options.key_dim}, {options.value_heads} value heads of "
         f"{options.value_dim}; matrix rate {rate / 1e9:,.0f} GFLOP/s"
     )

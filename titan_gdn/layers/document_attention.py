@@ -27,7 +27,7 @@ class DocumentAttention(Module):
 
     @staticmethod
     def ordered(x: torch.Tensor, sequence: SequenceLayout) -> torch.Tensor:
-        """Keys or values of all ranks' shards, `[B, T, ...]`, in the order that `forward` wants: the natural."""
+        """Keys or values of all ranks' shards, `[B, T, ...]`, as `forward` wants them: in natural order."""
         return reorder(x, sequence.from_shards)
 
     def forward(

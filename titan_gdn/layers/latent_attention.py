@@ -16,7 +16,7 @@ from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
 
 from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
 from titan_gdn.layers.local import apply
-from titan_gdn.parallel.exchange import gather_sequence
+from titan_gdn.parallel.exchange import gather_all, gather_sequence
 from titan_gdn.parallel.sequence import SequenceLayout
 
 
@@ -25,8 +25,8 @@ class LatentAttention(BaseAttention):
 
     Parameters, with `H` the sum of a head's own and the shared key width: `wq.weight` `[N*H, D]`,
     `wkv_a.weight` `[compressed + shared, D]`, `kv_norm.weight` `[compressed]`, `wkv_b.weight`
-    `[N*(own + V), compressed]` (head by head its key, then its value), `wo.weight` `[D, N*V]`. Heads are split
-    over TP, `wkv_a` and `kv_norm` are whole on every rank.
+    `[N*(own + V), compressed]` (head by head its key, then its value), `wo.weight` `[D, N*V]`. Heads are
+    split over TP, `wkv_a` and `kv_norm` are whole on every rank.
 
     The layer works on local tensors (see its `sharding_config`). Over CP, and over TP under sequence
     parallelism, what `wkv_a` made of each rank's own tokens is gathered: the compressed vector, which is far
@@ -109,11 +109,8 @@ class LatentAttention(BaseAttention):
         return apply(self.wo, out_BLNV.flatten(2))
 
     def gather(self, kv_BSC: torch.Tensor, sequence: SequenceLayout) -> torch.Tensor:
-        """All tokens' compressed vectors `[B, T, C]`, in the order that the inner attention wants.
-
-        Over CP first, so that over it goes each TP rank's own share.
-        """
-        kv_BTC = gather_sequence(gather_sequence(kv_BSC, self.cp_mesh), self.tp_mesh)
+        """All tokens' compressed vectors `[B, T, C]`, in the order that the inner attention wants."""
+        kv_BTC = gather_all(kv_BSC, self.cp_mesh, self.tp_mesh)
         if self.cp_mesh is None:
             return kv_BTC
         if self.tp_mesh is not None:  # rows stand [tp][cp][S]

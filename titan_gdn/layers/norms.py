@@ -1,6 +1,7 @@
 """RMS norms as Qwen3-Next has them. Both compute in float32 and return the dtype of their input."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +34,20 @@ class ZeroCentredRMSNorm(_RMSNorm):
 
 
 class GatedRMSNorm(_RMSNorm):
-    """`weight * x / rms(x) * silu(gate)` over the last dimension (transformers, `Qwen3NextRMSNormGated`)."""
+    """`weight * x / rms(x) * gate` over the last dimension, the gate through `silu` or `sigmoid`.
+
+    transformers, `Qwen3NextRMSNormGated` (silu) and Kimi Linear's output norm (sigmoid).
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(_RMSNorm.Config):
-        pass
+        gate: Literal["silu", "sigmoid"] = "silu"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.activation = F.silu if config.gate == "silu" else torch.sigmoid
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """`x` and `gate` `[..., dim]` to `[..., dim]`."""
         normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return (normed * F.silu(gate.float())).type_as(x)
+        return (normed * self.activation(gate.float())).type_as(x)

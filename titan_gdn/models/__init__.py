@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-MODELS: tuple[str, ...] = ("qwen3_next",)
+MODELS: tuple[str, ...] = ("qwen3_next", "kimi_linear")
 """Names that `[model] name` may take."""
 
 

@@ -192,8 +192,3 @@ def _run_backward(
         running *= chunks.forget[n]
         _add_product(running, chunks.reads_NHDK[n], d_read[n])
     return d_read, d_kept, d_after
-
-
-def d_log_decay(d_sum_NHRC: Tensor) -> Tensor:
-    """Gradient of `g` from that of its running sum inside the chunk, over the last dimension."""
-    return d_sum_NHRC.flip(-1).cumsum(-1).flip(-1)

@@ -7,35 +7,49 @@ budget, which recomputes first what costs least). Only matrix products count, as
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-import titan_gdn.ops.gated_delta_rule  # noqa: F401  (its operators are to exist)
+import titan_gdn.ops.gated_delta_rule
+import titan_gdn.ops.kda  # noqa: F401  (their operators are to exist)
 from titan_gdn.ops.chunks import CHUNK
 
 
 def chunked_rule_flops(
-    tokens: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int
+    tokens: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, per_channel: bool = False
 ) -> tuple[int, int]:
-    """FLOPs of the chunked gated delta rule, forward and backward; full chunks are assumed."""
-    pairs = 2 * CHUNK * key_dim  # q k^T or k k^T, and what has their gradients
+    """FLOPs of the chunked rules, forward and backward; full chunks are assumed.
+
+    With a decay per channel, value heads have keys of their own, and halving forms the pairs below the
+    diagonal alone.
+    """
+    if per_channel:
+        key_heads, pairs = value_heads, (CHUNK - 1) * key_dim
+    else:
+        pairs = 2 * CHUNK * key_dim
+    pairs *= key_heads  # q k^T or k k^T, and what has their gradients
     state = 2 * key_dim * value_dim  # a token's read from or write to a state
     rows = 2 * CHUNK * value_dim  # a token's row of a chunk's matrix times the chunk's values
-    forward = key_heads * 2 * pairs + value_heads * (3 * state + 2 * rows + CHUNK**2)
-    again = key_heads * 2 * pairs + value_heads * (2 * state + rows + CHUNK**2)
-    backward = again + key_heads * 4 * pairs + value_heads * (6 * state + 4 * rows)
+    forward = 2 * pairs + value_heads * (3 * state + 2 * rows + CHUNK**2)
+    again = 2 * pairs + value_heads * (2 * state + rows + CHUNK**2)
+    backward = again + 4 * pairs + value_heads * (6 * state + 4 * rows)
     return tokens * forward, tokens * backward
 
 
-def _sizes(q: torch.Size, v: torch.Size) -> tuple[int, int, int, int, int]:
-    return q[0] * q[1], q[2], v[2], q[3], v[3]
+def _flops(q: torch.Size, v: torch.Size, g: torch.Size) -> tuple[int, int]:
+    return chunked_rule_flops(q[0] * q[1], q[2], v[2], q[3], v[3], per_channel=len(g) == 4)
 
 
-_ops = torch.ops.titan_gdn
+_FORWARD = [
+    getattr(torch.ops.titan_gdn, prefix + rule)
+    for prefix in ("", "fla_")
+    for rule in ("chunk_gated_delta_rule", "chunk_kda")
+]
+_BACKWARD = [getattr(torch.ops.titan_gdn, f"{operator.__name__}_backward") for operator in _FORWARD]
 
 
-@register_flop_formula([_ops.chunk_gated_delta_rule, _ops.fla_chunk_gated_delta_rule])
-def _(q, k, v, *args, **kwargs) -> int:  # noqa: ANN001, ANN002, ANN003
-    return chunked_rule_flops(*_sizes(q, v))[0]
+@register_flop_formula(_FORWARD)
+def _(q, k, v, g, *args, **kwargs) -> int:  # noqa: ANN001, ANN002, ANN003
+    return _flops(q, v, g)[0]
 
 
-@register_flop_formula([_ops.chunk_gated_delta_rule_backward, _ops.fla_chunk_gated_delta_rule_backward])
-def _(q, k, v, *args, **kwargs) -> int:  # noqa: ANN001, ANN002, ANN003
-    return chunked_rule_flops(*_sizes(q, v))[1]
+@register_flop_formula(_BACKWARD)
+def _(q, k, v, g, *args, **kwargs) -> int:  # noqa: ANN001, ANN002, ANN003
+    return _flops(q, v, g)[1]

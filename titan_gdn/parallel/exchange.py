@@ -2,11 +2,12 @@
 
 A layer says how it projects and how many head groups it has, never which collective runs:
 
-    y, home = exchange.to_heads(x, project, groups, sequence)   # all tokens of this rank's groups
-    out = exchange.to_tokens(rule(y), sequence)                 # this rank's tokens of all groups
+    y, narrow, home = exchange.to_heads(x, project, bottleneck, groups, sequence)  # all tokens, own groups
+    out = exchange.to_tokens(rule(y, narrow), sequence)                            # own tokens, all groups
 
 Shape suffixes: B batch, T all tokens, L tokens of this CP rank, S of them this TP rank's (L without
-sequence parallelism), D model width, G head groups of this TP rank, g of this CP rank, W group width.
+sequence parallelism), D model width, G head groups of this TP rank, g of this CP rank, W group width, r
+width of what is needed of every token whatever the head.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from titan_gdn.parallel.sequence import SequenceLayout
 Project = Callable[[Tensor, slice], Tensor]
 """`[B, tokens, D]` hidden states and a run of groups to `[B, tokens, groups, W]`."""
 
+Bottleneck = Callable[[Tensor], Tensor | None]
+"""`[B, tokens, D]` hidden states to what the rule needs whatever the head, `[B, tokens, r]`, or None."""
+
 ExchangeName = Literal["all_to_all", "all_gather"]
 
 
@@ -32,18 +36,20 @@ class Exchange(Protocol):
         """The run of this TP rank's `groups` head groups whose rule runs here."""
 
     def to_heads(
-        self, x: Tensor, project: Project, groups: int, sequence: SequenceLayout
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, project: Project, bottleneck: Bottleneck, groups: int, sequence: SequenceLayout
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Projections of all tokens.
 
         Args:
             x: hidden states as they are between layers, `[B, S, D]`.
             project: the layer's projection, group by group.
+            bottleneck: what else it needs, whatever the group.
             groups: head groups of this TP rank.
             sequence: the order of the shards.
 
         Returns:
-            `[B, T, g, W]` in natural order, and the hidden states `[B, L, D]` of this rank's tokens.
+            `[B, T, g, W]` and `[B, T, r]` in natural order, and the hidden states `[B, L, D]` of this rank's
+            tokens.
         """
 
     def to_tokens(self, out: Tensor, sequence: SequenceLayout) -> Tensor:
@@ -65,11 +71,11 @@ class NoExchange:
         return slice(0, groups)
 
     def to_heads(
-        self, x: Tensor, project: Project, groups: int, sequence: SequenceLayout
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, project: Project, bottleneck: Bottleneck, groups: int, sequence: SequenceLayout
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Project, no more."""
         home = gather_sequence(x, self.tp_mesh)
-        return project(home, self.groups(groups)), home
+        return project(home, self.groups(groups)), bottleneck(home), home
 
     def to_tokens(self, out: Tensor, sequence: SequenceLayout) -> Tensor:
         """Nothing to do."""
@@ -93,12 +99,18 @@ class AllToAll:
         return share(groups, self.mesh)
 
     def to_heads(
-        self, x: Tensor, project: Project, groups: int, sequence: SequenceLayout
-    ) -> tuple[Tensor, Tensor]:
-        """One collective: `Shard(sequence) -> Shard(head group)` of everything that was projected."""
+        self, x: Tensor, project: Project, bottleneck: Bottleneck, groups: int, sequence: SequenceLayout
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """One collective: `Shard(sequence) -> Shard(head group)` of everything that was projected.
+
+        A bottleneck is gathered from where hidden states lie, `Shard(sequence) -> Replicate`.
+        """
         home = gather_sequence(x, self.tp_mesh)
-        y_BLGW = project(home, slice(0, groups))
-        return reorder(exchange(y_BLGW, self.mesh, 1, 2), sequence.from_shards), home
+        y_BTgW = exchange(project(home, slice(0, groups)), self.mesh, 1, 2)
+        narrow = bottleneck(x)
+        if narrow is not None:
+            narrow = in_order(gather_all(narrow, self.mesh, self.tp_mesh), self.mesh, self.tp_mesh, sequence)
+        return reorder(y_BTgW, sequence.from_shards), narrow, home
 
     def to_tokens(self, out: Tensor, sequence: SequenceLayout) -> Tensor:
         """One collective: `Shard(head) -> Shard(sequence)`."""
@@ -126,30 +138,27 @@ class AllGather:
         return share(groups, self.mesh)
 
     def to_heads(
-        self, x: Tensor, project: Project, groups: int, sequence: SequenceLayout
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, project: Project, bottleneck: Bottleneck, groups: int, sequence: SequenceLayout
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """`Shard(sequence) -> Replicate` over CP, then over TP; backward reduce-scatters in reverse."""
 
-        def gather_and_project(x: Tensor) -> tuple[Tensor, Tensor]:
-            gathered = gather_sequence(x, self.mesh)
-            if self.tp_mesh is None:
-                return project(gathered, self.groups(groups)), x
-            gathered = gather_sequence(gathered, self.tp_mesh)
-            # Rows stand [tp][cp][tokens]: this rank's own are one run of each TP rank's.
-            by_rank = gathered.unflatten(1, (self.tp_mesh.size(), self.mesh.size(), -1))
-            return project(gathered, self.groups(groups)), by_rank[:, :, self.mesh.get_local_rank()].flatten(
-                1, 2
-            )
+        def gather_and_project(x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+            gathered = gather_all(x, self.mesh, self.tp_mesh)
+            home = x
+            if self.tp_mesh is not None:
+                # Rows stand [tp][cp][tokens]: this rank's own are one run of each TP rank's.
+                by_rank = gathered.unflatten(1, (self.tp_mesh.size(), self.mesh.size(), -1))
+                home = by_rank[:, :, self.mesh.get_local_rank()].flatten(1, 2)
+            return project(gathered, self.groups(groups)), bottleneck(gathered), home
 
         if self.regather:
-            y_BTgW, home = checkpoint(gather_and_project, x, use_reentrant=False)
+            y_BTgW, narrow, home = checkpoint(gather_and_project, x, use_reentrant=False)
         else:
-            y_BTgW, home = gather_and_project(x)
-        if self.tp_mesh is not None:
-            y_BTgW = (
-                y_BTgW.unflatten(1, (self.tp_mesh.size(), self.mesh.size(), -1)).transpose(1, 2).flatten(1, 3)
-            )
-        return reorder(y_BTgW, sequence.from_shards), home
+            y_BTgW, narrow, home = gather_and_project(x)
+        y_BTgW, narrow = (
+            None if x is None else in_order(x, self.mesh, self.tp_mesh, sequence) for x in (y_BTgW, narrow)
+        )
+        return y_BTgW, narrow, home
 
     def to_tokens(self, out: Tensor, sequence: SequenceLayout) -> Tensor:
         """As `AllToAll`."""
@@ -200,6 +209,21 @@ def gather_sequence(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
         return x
     whole = DTensor.from_local(x, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
     return whole.to_local(grad_placements=[Partial()])
+
+
+def gather_all(x: Tensor, mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> Tensor:
+    """All tokens of what lies as hidden states do between layers; rows stand `[tp][cp][tokens]`.
+
+    Over CP first, so that over CP go `1/tp` of the bytes, then over TP.
+    """
+    return gather_sequence(gather_sequence(x, mesh), tp_mesh)
+
+
+def in_order(x: Tensor, mesh: DeviceMesh, tp_mesh: DeviceMesh | None, sequence: SequenceLayout) -> Tensor:
+    """Put what `gather_all` gathered, or was made of it, in the natural order."""
+    if tp_mesh is not None:
+        x = x.unflatten(1, (tp_mesh.size(), mesh.size(), -1)).transpose(1, 2).flatten(1, 3)
+    return reorder(x, sequence.from_shards)
 
 
 def reorder(x: Tensor, index: Tensor | None) -> Tensor:

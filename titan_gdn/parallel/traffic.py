@@ -13,11 +13,13 @@ class LayerShape:
         width: `D`, of the hidden states.
         exchanged: `W`, elements a token that are projected and cross in: `G * (2K + R*V + 2R)` for GDN.
         output: `O`, elements a token that cross back: `G * R * V`.
+        bottleneck: `r`, elements a token that every rank needs, whatever its heads; 0 for GDN.
     """
 
     width: int
     exchanged: int
     output: int
+    bottleneck: int = 0
 
 
 def elements_in(
@@ -33,9 +35,10 @@ def elements_in(
         tp: degree of tensor parallelism.
         sequence_parallel: whether hidden states are sharded over TP.
     """
-    if name == "all_to_all":
-        return tokens // cp * (shape.exchanged // tp) * (cp - 1) // cp
-    return tokens * shape.width * (cp - 1) // (cp * (tp if sequence_parallel else 1))
+    mine = tokens // (cp * (tp if sequence_parallel else 1))  # as hidden states lie between layers
+    if name == "all_gather":
+        return mine * shape.width * (cp - 1)
+    return tokens // cp * (shape.exchanged // tp) * (cp - 1) // cp + mine * shape.bottleneck * (cp - 1)
 
 
 def elements_out(shape: LayerShape, tokens: int, cp: int, tp: int) -> int:
@@ -47,11 +50,15 @@ def choose(shape: LayerShape, cp: int, tp: int, sequence_parallel: bool) -> tupl
     """The exchange that `auto` takes, and why.
 
     The gather sends `cp * D / W` of the all-to-all's elements on the way in (`cp * tp * D / W` without
-    sequence parallelism). Within 10%, its larger gather over TP and its full-length transient decide
-    against it; so they do under sequence parallelism beyond CP 2.
+    sequence parallelism; a bottleneck shifts it in the gather's favour). Within 10%, its larger gather over
+    TP and its full-length transient decide against it; so they do under sequence parallelism beyond CP 2.
     """
     sequence_parallel = sequence_parallel and tp > 1
-    ratio = cp * (1 if sequence_parallel else tp) * shape.width / shape.exchanged
+    gather, exchange = (
+        elements_in(name, shape, cp * cp * tp, cp, tp, sequence_parallel)
+        for name in ("all_gather", "all_to_all")
+    )
+    ratio = gather / exchange
     told = f"all_gather sends {ratio:.2f} of all_to_all's elements on the way in"
     if ratio >= 0.9:
         return "all_to_all", told

@@ -1,71 +1,19 @@
-"""Models and whole runs by flavour: what one trains with unless a TOML file or the command line says otherwise."""
-
-from collections.abc import Callable
+"""What a model trains with unless a TOML file or the command line says otherwise."""
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import (
-    LRSchedulersContainer,
-    OptimizersContainer,
-    ParamGroupConfig,
-    register_moe_load_balancing_hook,
-)
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.trainer import Trainer
 
 from titan_gdn.assets import BYTE_TOKENIZER
-from titan_gdn.layers.linear_attention import LinearAttentionConfig
-from titan_gdn.models.hybrid.model import HybridModel
-from titan_gdn.models.hybrid.parallelize import parallelize_hybrid
 from titan_gdn.text_files import TextFilesDataLoader
 
-Flavors = dict[str, Callable[..., HybridModel.Config]]
-"""Builders of a model by the names of its flavours."""
-
 NO_WEIGHT_DECAY = r"(A_log|dt_bias|norm\.weight)$"
-
-
-def model_spec(
-    name: str,
-    flavors: Flavors,
-    adapter: type[StateDictAdapter],
-    flavor: str,
-    *,
-    linear_attention: LinearAttentionConfig | None = None,
-    **overrides: object,
-) -> ModelSpec:
-    """The model of a flavour, as TorchTitan's trainer takes it.
-
-    Args:
-        name: of the model.
-        flavors: its flavours.
-        adapter: converts its state dicts.
-        flavor: a name in `flavors`.
-        linear_attention: how its linear attention is run.
-        **overrides: keyword arguments of the flavour's builder.
-
-    Raises:
-        ValueError: no such flavour.
-    """
-    if flavor not in flavors:
-        raise ValueError(f"unknown flavor {flavor!r}; the flavours of {name} are {', '.join(flavors)}")
-    model = flavors[flavor](**overrides)
-    for layer in model.linear_layers():
-        layer.run = linear_attention or LinearAttentionConfig()
-    return ModelSpec(
-        name=name,
-        flavor=flavor,
-        model=model,
-        parallelize_fn=parallelize_hybrid,
-        pipelining_fn=None,
-        post_optimizer_build_fn=register_moe_load_balancing_hook,
-        state_dict_adapter=adapter,
-    )
 
 
 def run_of(spec: ModelSpec) -> Trainer.Config:

@@ -17,15 +17,15 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
-from titan_gdn.layers.gated_delta_net import Decay, GatedDeltaNet
+from titan_gdn.layers.gated_delta_net import GatedDeltaNet
+from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
+from titan_gdn.layers.linear_attention import Decay, LinearAttention
 from titan_gdn.ops.backends import why_not_fla
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 from titan_gdn.parallel.traffic import choose
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
-
-LinearAttention = GatedDeltaNet
 
 
 class HybridBlock(Module):
@@ -105,6 +105,12 @@ class HybridModel(Decoder):
                 raise ValueError(
                     f"linear_attention.kernel = 'fla': {reason} Possible here are 'auto' and 'torch'."
                 )
+            for layer in self.linear_layers():
+                if layer.run.lower_bound is not None and not isinstance(layer, KimiDeltaAttention.Config):
+                    raise ValueError(
+                        f"linear_attention.lower_bound = {layer.run.lower_bound} is for Kimi Delta "
+                        "Attention, which this model does not have: leave it out"
+                    )
             experts = any(layer.moe is not None for layer in self.layers)
             compiled = config.compile.enable and "model" in config.compile.components
             if experts and compiled and config.training.mixed_precision_param == "float32":
@@ -191,7 +197,9 @@ class HybridModel(Decoder):
                     chosen = choose(layer.shape(), cp, tp, parallelism.enable_sequence_parallel)
                     layer.run = replace(layer.run, exchange=chosen[0])
             if chosen:
-                logger.info(f"Exchange of the linear attention at CP {cp}, TP {tp}: {chosen[0]} ({chosen[1]})")
+                logger.info(
+                    f"Exchange of the linear attention at CP {cp}, TP {tp}: {chosen[0]} ({chosen[1]})"
+                )
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Parameters, and floating point operations a token of forward and backward.
@@ -247,7 +255,10 @@ class HybridModel(Decoder):
 
 def linear_heads(layer: LinearAttention.Config) -> str:
     """What TP and CP divide in a linear attention layer, in the words of its authors."""
-    names = {GatedDeltaNet.Config: "key heads of Gated DeltaNet"}
+    names = {
+        GatedDeltaNet.Config: "key heads of Gated DeltaNet",
+        KimiDeltaAttention.Config: "heads of Kimi Delta Attention",
+    }
     return names[type(layer)]
 
 

@@ -78,9 +78,7 @@ def parallelize_hybrid(
     return model
 
 
-def split_context(
-    model: "HybridModel", parallel_dims: ParallelDims, parallelism: ParallelismConfig
-) -> None:
+def split_context(model: "HybridModel", parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> None:
     """Tell the model and its layers over which ranks sequences are split."""
     cp_mesh = parallel_dims.get_optional_mesh("cp")
     tp_mesh = parallel_dims.get_optional_mesh("tp") if parallelism.enable_sequence_parallel else None

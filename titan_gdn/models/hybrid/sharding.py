@@ -19,8 +19,10 @@ from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLayout
 
+from titan_gdn.layers.linear_attention import LinearAttention
+
 if TYPE_CHECKING:
-    from titan_gdn.models.hybrid.model import HybridModel, LinearAttention
+    from titan_gdn.models.hybrid.model import HybridModel
 
 EXPERTS = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
 
@@ -58,7 +60,7 @@ def between_layers(enable_sp: bool) -> SpmdLayout:
     return dense_sequence_parallel_placement() if enable_sp else dense_activation_placement(tp=spmd.I)
 
 
-def set_linear_attention(config: "LinearAttention.Config", enable_sp: bool) -> None:
+def set_linear_attention(config: LinearAttention.Config, enable_sp: bool) -> None:
     """A linear attention layer, whose exchange gathers and exchanges what it needs."""
     for names, tp in ((PER_HEAD, spmd.S(0)), (REPLICATED, spmd.R), (("out_proj",), spmd.S(1))):
         set_weights(tp, *(getattr(config, name) for name in names if hasattr(config, name)))

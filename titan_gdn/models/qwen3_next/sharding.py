@@ -1,4 +1,4 @@
-"""The placements of Qwen3-Next's own layers on the mesh: its full attention, the gate of its shared expert."""
+"""The placements of what only Qwen3-Next has: its full attention, the gate of its shared expert."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 set_gated_delta_net = set_linear_attention  # the name that titan_gdn/bench/layer.py still imports
 
 
-def set_qwen3_next_sharding(config: "Qwen3NextModel.Config", *, tp: int, enable_sp: bool, enable_ep: bool) -> None:
+def set_qwen3_next_sharding(
+    config: "Qwen3NextModel.Config", *, tp: int, enable_sp: bool, enable_ep: bool
+) -> None:
     """As `HybridModel.Config.set_sharding`."""
     set_hybrid_sharding(config, enable_sp=enable_sp, enable_ep=enable_ep)
     for layer in config.layers:

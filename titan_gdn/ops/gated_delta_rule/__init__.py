@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from titan_gdn.ops import arguments
-from titan_gdn.ops.backends import Backend, resolve
+from titan_gdn.ops.backends import Backend
+from titan_gdn.ops.delta_rule import run
 from titan_gdn.ops.gated_delta_rule.fla_backend import fla_rule_forward
 from titan_gdn.ops.gated_delta_rule.torch_backend import rule_forward
 
@@ -28,7 +28,7 @@ def chunk_gated_delta_rule(
     `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, so that one replaces the other.
 
     Args:
-        q: `[B, T, H, K]` queries.
+        q: `[B, T, H, K]` queries; in the "fla" backend `K` is at most 256.
         k: `[B, T, H, K]` keys, of length 1 or normalised by `use_qk_l2norm_in_kernel`.
         v: `[B, T, HV, V]` values; `H` divides `HV`, key head `h` serves value heads `h*HV/H` onwards.
         g: `[B, T, HV]` natural logarithm of the decay, at most 0, float32.
@@ -48,16 +48,7 @@ def chunk_gated_delta_rule(
     Raises:
         ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
     """
-    arguments.check(q, k, v, g, beta, initial_state, cu_seqlens, per_channel=False)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if cu_seqlens is not None and cu_seqlens_cpu is None:
-        cu_seqlens_cpu = cu_seqlens.cpu()
-    if resolve(backend, q.device) == "fla":
-        out, final_state, *_ = fla_rule_forward(
-            q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu, use_qk_l2norm_in_kernel
-        )
-    else:
-        out, final_state, _ = rule_forward(
-            q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, use_qk_l2norm_in_kernel
-        )
-    return out, final_state if output_final_state else None
+    return run(
+        rule_forward, fla_rule_forward, q, k, v, g, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu, backend, per_channel=False,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titan_gdn.ops.chunked_operator import define
-from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, d_log_decay, invert, per_value_head
+from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, invert, per_value_head
 from titan_gdn.ops.chunks import CHUNK
 
 
@@ -83,7 +83,7 @@ class DecayPerHead:
         d_sum_NHRC = pairs_NHRCC.sum(-1) - pairs_NHRCC.sum(-2) - keeps_NHRC
         d_sum_NHRC += reads_NHRD.unflatten(-1, (2, CHUNK)).sum(-2)
         d_sum_NHRC[..., -1] += keeps_NHRC.sum(-1) + gradients.d_forget.sum(2)
-        return d_log_decay(d_sum_NHRC)
+        return d_sum_NHRC.flip(-1).cumsum(-1).flip(-1)
 
 
 rule_forward, rule_backward = define("chunk_gated_delta_rule", DecayPerHead)

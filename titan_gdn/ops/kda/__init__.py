@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from titan_gdn.ops import arguments
-from titan_gdn.ops.backends import Backend, resolve
+from titan_gdn.ops.backends import Backend
+from titan_gdn.ops.delta_rule import run
+from titan_gdn.ops.kda.fla_backend import fla_rule_forward
 from titan_gdn.ops.kda.gate import kda_gate
 from titan_gdn.ops.kda.torch_backend import rule_forward
 
@@ -43,12 +44,7 @@ def chunk_kda(
     Raises:
         ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
     """
-    arguments.check(q, k, v, g, beta, initial_state, cu_seqlens, per_channel=True)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if cu_seqlens is not None and cu_seqlens_cpu is None:
-        cu_seqlens_cpu = cu_seqlens.cpu()
-    resolve(backend, q.device)
-    out, final_state, _ = rule_forward(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, use_qk_l2norm_in_kernel
-    )
-    return out, final_state if output_final_state else None
+    return run(
+        rule_forward, fla_rule_forward, q, k, v, g, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu, backend, safe_gate, per_channel=True,
+    )  # fmt: skip

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from titan_gdn.ops.chunked_operator import define
-from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, d_log_decay, invert
+from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, invert
 from titan_gdn.ops.chunks import CHUNK
 
 
@@ -32,6 +32,11 @@ class _Halves(NamedTuple):
 
     from_middle_NHBsK: Tensor
     to_middle_NHBsK: Tensor
+
+    @property
+    def size(self) -> int:
+        """`s`."""
+        return self.from_middle_NHBsK.shape[3]
 
     def rows(self, qk_NHDK: Tensor) -> Tensor:
         """Queries and keys of the second halves, as a view `[N, H, B, 2, s, K]`."""
@@ -42,8 +47,7 @@ class _Halves(NamedTuple):
         return self._runs(qk_NHDK)[:, :, 1, :, 0]
 
     def _runs(self, qk_NHDK: Tensor) -> Tensor:
-        runs, size = self.from_middle_NHBsK.shape[2:4]
-        return qk_NHDK.unflatten(2, (2, runs, 2, size))
+        return qk_NHDK.unflatten(2, (2, -1, 2, self.size))
 
     def decayed(self, qk_NHDK: Tensor) -> tuple[Tensor, Tensor]:
         """`rows`, decayed from the middle, `[N, H, B, 2s, K]`, and `columns`, decayed to it."""
@@ -54,9 +58,14 @@ class _Halves(NamedTuple):
 
     def pairs(self, pairs_NHDC: Tensor) -> Tensor:
         """What pairs of these runs are of all pairs, as a view `[N, H, B, 2, s, s]`."""
-        runs, size = self.from_middle_NHBsK.shape[2:4]
-        split = pairs_NHDC.unflatten(3, (runs, 2, size)).unflatten(2, (2, runs, 2, size))
+        split = self._runs(pairs_NHDC.unflatten(3, (-1, 2, self.size)))
         return split[:, :, :, :, 1, :, :, 0].diagonal(dim1=3, dim2=5).movedim(-1, 2)
+
+
+def _halves_of(since_start: Tensor, until_end: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of runs of `2s` tokens, as views `[N, H, B, s, K]`: both halves of one, and the first of the other."""
+    first, second = since_start.unflatten(2, (-1, 2, size)).unbind(3)
+    return first, second, until_end.unflatten(2, (-1, 2, size))[:, :, :, 0]
 
 
 def _halve(g_NHCK: Tensor) -> tuple[list[_Halves], Tensor, Tensor]:
@@ -64,8 +73,7 @@ def _halve(g_NHCK: Tensor) -> tuple[list[_Halves], Tensor, Tensor]:
     since_start, until_end, levels = g_NHCK.clone(), torch.zeros_like(g_NHCK), []
     size = 1
     while size < CHUNK:
-        first, second = since_start.unflatten(2, (-1, 2, size)).unbind(3)
-        before = until_end.unflatten(2, (-1, 2, size))[:, :, :, 0]
+        first, second, before = _halves_of(since_start, until_end, size)
         levels.append(_Halves(second.exp(), before.exp()))
         before += second[..., -1:, :]
         second += first[..., -1:, :]
@@ -109,41 +117,32 @@ class DecayPerChannel:
     def backward(self, gradients: ChunkGradients) -> tuple[Tensor, Tensor]:
         """Gradients of `qk` and `g`.
 
-        An exponent's gradient is the product of what it decays with that one's gradient. Rows grow with
-        their running sum and columns shrink, so the two are gathered apart.
+        The exponents' gradients go down the runs as `_halve` went up. A decay's gradient is never the
+        difference of two sums, so that it is right where it is far smaller than those of what it decays.
         """
         q, k = self.qk_NHDK.split(CHUNK, 2)
         d_rows = self._since_start(gradients.d_reads_NHDK)
-        d_kept = gradients.d_writes_NHCK * self.until_end_NHCK
         d_columns = torch.zeros_like(self.qk_NHDK)  # of its queries nothing is used
+        d_columns[:, :, CHUNK:] = gradients.d_writes_NHCK * self.until_end_NHCK
+        d_since_start = (self.qk_NHDK * d_rows).unflatten(2, (2, CHUNK)).sum(2)
+        d_since_start[:, :, -1] += gradients.d_forget.squeeze(-1)
+        d_until_end = k * d_columns[:, :, CHUNK:]
         d_pairs = gradients.d_pairs_NHRDC.squeeze(2)
-        for halves in self.levels:
+        for halves in reversed(self.levels):
             rows, columns = halves.decayed(self.qk_NHDK)
             d_run = halves.pairs(d_pairs).flatten(3, 4)
-            d_row = (d_run @ columns).unflatten(3, (2, -1))
-            halves.rows(d_rows).addcmul_(d_row, halves.from_middle_NHBsK.unsqueeze(3))
-            halves.columns(d_columns).addcmul_(d_run.mT @ rows, halves.to_middle_NHBsK)
-        d_columns = d_columns[:, :, CHUNK:]
-        dg_NHRCK = self._d_decay(d_rows, d_columns, d_kept, gradients.d_forget.squeeze(-1)).unsqueeze(2)
+            d_row, d_column = d_run @ columns, d_run.mT @ rows
+            halves.rows(d_rows).addcmul_(d_row.unflatten(3, (2, -1)), halves.from_middle_NHBsK.unsqueeze(3))
+            halves.columns(d_columns).addcmul_(d_column, halves.to_middle_NHBsK)
+            first, second, before = _halves_of(d_since_start, d_until_end, halves.size)
+            first[..., -1, :] += second.sum(-2)
+            second[..., -1, :] += before.sum(-2)
+            second += (rows * d_row).unflatten(3, (2, -1)).sum(3)
+            before += columns * d_column
         d_self = d_pairs[:, :, :CHUNK].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         d_rows[:, :, :CHUNK].addcmul_(d_self, k)
-        d_rows[:, :, CHUNK:].addcmul_(d_self, q).add_(d_columns).add_(d_kept)
-        return d_rows, dg_NHRCK
-
-    def _d_decay(
-        self, d_rows_NHDK: Tensor, d_columns_NHCK: Tensor, d_kept_NHCK: Tensor, d_forget_NHK: Tensor
-    ) -> Tensor:
-        """Gradient of `g`, `[N, H, C, K]`.
-
-        What a token keeps for the state may be far larger than all that decays, and cancels where the decay
-        is that of later tokens: in float64 it does.
-        """
-        k_NHCK = self.qk_NHDK[:, :, CHUNK:]
-        kept_NHCK = (k_NHCK * d_kept_NHCK).double()
-        d_sum_NHCK = (self.qk_NHDK * d_rows_NHDK).unflatten(2, (2, CHUNK)).sum(2) - k_NHCK * d_columns_NHCK
-        d_sum_NHCK = d_sum_NHCK - kept_NHCK
-        d_sum_NHCK[:, :, -1] += kept_NHCK.sum(2) + d_forget_NHK
-        return d_log_decay(d_sum_NHCK.mT).mT
+        d_rows[:, :, CHUNK:].addcmul_(d_self, q).add_(d_columns[:, :, CHUNK:])
+        return d_rows, d_since_start.unsqueeze(2)
 
 
 rule_forward, rule_backward = define("chunk_kda", DecayPerChannel)

@@ -16,7 +16,7 @@ from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
 
 from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
 from titan_gdn.layers.local import apply
-from titan_gdn.parallel.exchange import gather_all, gather_sequence
+from titan_gdn.parallel.exchange import gather_all, gather_sequence, in_shards
 from titan_gdn.parallel.sequence import SequenceLayout
 
 
@@ -110,13 +110,8 @@ class LatentAttention(BaseAttention):
 
     def gather(self, kv_BSC: torch.Tensor, sequence: SequenceLayout) -> torch.Tensor:
         """All tokens' compressed vectors `[B, T, C]`, in the order that the inner attention wants."""
-        kv_BTC = gather_all(kv_BSC, self.cp_mesh, self.tp_mesh)
-        if self.cp_mesh is None:
-            return kv_BTC
-        if self.tp_mesh is not None:  # rows stand [tp][cp][S]
-            kv_BTC = kv_BTC.unflatten(1, (self.tp_mesh.size(), self.cp_mesh.size(), -1))
-            kv_BTC = kv_BTC.transpose(1, 2).flatten(1, 3)
-        return self.inner_attention.ordered(kv_BTC, sequence)
+        kv_BTC = in_shards(gather_all(kv_BSC, self.cp_mesh, self.tp_mesh), self.cp_mesh, self.tp_mesh)
+        return kv_BTC if self.cp_mesh is None else self.inner_attention.ordered(kv_BTC, sequence)
 
     def expand(self, kv_BTC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[B, T, N, H]` and values `[B, T, N, V]` of this rank's heads."""

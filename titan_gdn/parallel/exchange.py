@@ -219,11 +219,16 @@ def gather_all(x: Tensor, mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> Tenso
     return gather_sequence(gather_sequence(x, mesh), tp_mesh)
 
 
+def in_shards(x: Tensor, mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> Tensor:
+    """Put what `gather_all` gathered, or was made of it, in the order of CP shards, `[cp][tp][tokens]`."""
+    if mesh is None or tp_mesh is None:
+        return x
+    return x.unflatten(1, (tp_mesh.size(), mesh.size(), -1)).transpose(1, 2).flatten(1, 3)
+
+
 def in_order(x: Tensor, mesh: DeviceMesh, tp_mesh: DeviceMesh | None, sequence: SequenceLayout) -> Tensor:
-    """Put what `gather_all` gathered, or was made of it, in the natural order."""
-    if tp_mesh is not None:
-        x = x.unflatten(1, (tp_mesh.size(), mesh.size(), -1)).transpose(1, 2).flatten(1, 3)
-    return reorder(x, sequence.from_shards)
+    """The same in the natural order."""
+    return reorder(in_shards(x, mesh, tp_mesh), sequence.from_shards)
 
 
 def reorder(x: Tensor, index: Tensor | None) -> Tensor:

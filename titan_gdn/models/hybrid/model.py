@@ -1,5 +1,6 @@
 """Decoders whose layers attend linearly or fully, each followed by a dense or sparse feed-forward."""
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -111,6 +112,11 @@ class HybridModel(Decoder):
                         f"linear_attention.lower_bound = {layer.run.lower_bound} is for Kimi Delta "
                         "Attention, which this model does not have: leave it out"
                     )
+                if layer.run.lower_bound is not None and not -math.inf < layer.run.lower_bound < 0:
+                    raise ValueError(
+                        f"linear_attention.lower_bound = {layer.run.lower_bound}: expected a number below 0, "
+                        "of which the log decay stays above, or none"
+                    )
             experts = any(layer.moe is not None for layer in self.layers)
             compiled = config.compile.enable and "model" in config.compile.components
             if experts and compiled and config.training.mixed_precision_param == "float32":
@@ -125,7 +131,7 @@ class HybridModel(Decoder):
             linear = next(iter(self.linear_layers()), None)
             split = {"rows of the vocabulary": self.vocab_size}
             if linear:
-                split[linear_heads(linear)] = linear.n_key_heads
+                split[_linear_heads(linear)] = linear.n_key_heads
             if self.first_attention:
                 split["query heads of the full attention"] = self.first_attention.n_heads
             for layer in self.layers:
@@ -138,7 +144,7 @@ class HybridModel(Decoder):
                     )
             if linear and linear.n_key_heads % (tp * cp):
                 raise ValueError(
-                    f"the {linear.n_key_heads} {linear_heads(linear)} do not divide by "
+                    f"the {linear.n_key_heads} {_linear_heads(linear)} do not divide by "
                     f"parallelism.tensor_parallel_degree = {tp} times context_parallel_degree = {cp}; with "
                     f"this tp, cp may be {_divisors([linear.n_key_heads // tp])}, whichever the exchange"
                 )
@@ -253,7 +259,7 @@ class HybridModel(Decoder):
         return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
 
 
-def linear_heads(layer: LinearAttention.Config) -> str:
+def _linear_heads(layer: LinearAttention.Config) -> str:
     """What TP and CP divide in a linear attention layer, in the words of its authors."""
     names = {
         GatedDeltaNet.Config: "key heads of Gated DeltaNet",

@@ -13,12 +13,10 @@ from torchtitan.models.common.decoder_sharding import (
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from titan_gdn.layers.gated_attention import GatedAttention
-from titan_gdn.models.hybrid.sharding import between_layers, set_hybrid_sharding, set_linear_attention
+from titan_gdn.models.hybrid.sharding import between_layers, set_hybrid_sharding
 
 if TYPE_CHECKING:
     from titan_gdn.models.qwen3_next.model import Qwen3NextModel
-
-set_gated_delta_net = set_linear_attention  # the name that titan_gdn/bench/layer.py still imports
 
 
 def set_qwen3_next_sharding(

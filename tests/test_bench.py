@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.compare import RULES, rule_inputs
-from titan_gdn.bench.options import RuleOptions
+from titan_gdn.bench.options import LayerOptions, RuleOptions
 from titan_gdn.bench.rule import _contenders, _inputs, peak_memory, run
 from titan_gdn.ops.flops import chunked_rule_flops
 
@@ -62,3 +62,25 @@ def test_bench_prints_writes_and_draws(tmp_path, capsys):
     assert (tmp_path / "rule.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "transformers" in printed and "GFLOP/s" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (RuleOptions(tokens=()), "--tokens"),
+        (RuleOptions(tokens=(64, 0)), "--tokens"),
+        (RuleOptions(repeats=0), "--repeats 0"),
+        (RuleOptions(threads=-1), "--threads -1"),
+        (RuleOptions(key_heads=2, value_heads=3), "do not divide"),
+        (RuleOptions(json="nowhere/x.json"), "--json nowhere/x.json"),
+        (RuleOptions(plot="x.foo"), "--plot x.foo"),
+        (RuleOptions(rule="chunk_kda", peer="transformers", value_heads=16), "no groups"),
+        (LayerOptions(cp=0), "--cp 0"),
+        (LayerOptions(cp=3), "--tp 1 times --cp 3"),
+        (LayerOptions(tokens=95), "--tokens 95"),
+        (LayerOptions(json="/"), "--json /"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(options, words):
+    with pytest.raises(ValueError, match=words):
+        options.check()

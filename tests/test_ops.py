@@ -271,12 +271,49 @@ def test_attention_memory_is_linear_in_the_sequence():
 
 
 @pytest.mark.parametrize(
+    "offsets", [[0, 60], [3, 70], [5, 3, 70], [0, 40, 30, 70], [0, 90], [0], [], [0.0, 35.5, 70.0], [[0, 70]]]
+)
+@pytest.mark.parametrize("operator", [*RULES, "causal_conv1d"])
+def test_offsets_that_cut_no_sequence_are_refused(operator, offsets):
+    inputs = (torch.zeros(1, 70, 3), torch.zeros(3, 4))
+    if operator in RULES:
+        inputs = rule_inputs(70, rule=operator)
+    with pytest.raises(ValueError, match="cu_seqlens must"):
+        getattr(ops, operator)(*inputs, cu_seqlens=torch.tensor(offsets))
+
+
+def test_offsets_on_the_host_are_those_on_the_device(rule):
+    for device, host in ((None, [0, 70]), ([0, 30, 70], [0, 70])):
+        device = None if device is None else torch.tensor(device)
+        with pytest.raises(ValueError, match="the same offsets"):
+            getattr(ops, rule)(
+                *rule_inputs(70, rule=rule), cu_seqlens=device, cu_seqlens_cpu=torch.tensor(host)
+            )
+
+
+def test_rule_computes_in_float32_under_autocast(rule):
+    inputs = rule_inputs(70, R=2, rule=rule)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        errors = rule_errors(inputs)
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize("strongest", [-1e6, -1e30, -torch.inf])
+def test_one_token_may_forget_everything(rule, strongest):
+    inputs = rule_inputs(130, R=2, rule=rule)
+    inputs[3][:, 40] = strongest
+    errors = rule_errors(inputs)
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"v": torch.zeros(1, 5, 3, 4)}, "H dividing HV"),
-        ({"g": torch.zeros(1, 5, 3)}, "as v says"),
+        ({"g": torch.zeros(1, 5, 3)}, "as q and v say"),
         ({"cu_seqlens": torch.tensor([0, 5]), "batch": 2}, "fold"),
         ({"backend": "cuda"}, "'auto', 'fla' and 'torch'"),
+        ({"q": torch.zeros(1, 5, 2, 4, dtype=torch.long)}, "floating point, not int64"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, words):

@@ -1,5 +1,6 @@
 """The command `python -m titan_gdn.bench`."""
 
+import sys
 import warnings
 
 import tyro
@@ -9,6 +10,7 @@ from titan_gdn.bench.options import LayerOptions, RuleOptions
 
 def rule(options: tyro.conf.OmitArgPrefixes[RuleOptions]) -> None:
     """The rule alone, in this process: time, share of the machine's matrix rate, memory."""
+    options.check()
     from titan_gdn.bench.rule import run
 
     run(options)
@@ -25,6 +27,7 @@ def exchange(options: tyro.conf.OmitArgPrefixes[LayerOptions]) -> None:
 
 
 def _run_layer(options: LayerOptions, computes: bool) -> None:
+    options.check()
     from titan_gdn import cpu
 
     cpu.enable()  # before anything of TorchTitan is imported
@@ -35,4 +38,7 @@ def _run_layer(options: LayerOptions, computes: bool) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    tyro.extras.subcommand_cli_from_dict({"rule": rule, "layer": layer, "exchange": exchange})
+    try:
+        tyro.extras.subcommand_cli_from_dict({"rule": rule, "layer": layer, "exchange": exchange})
+    except ValueError as error:
+        sys.exit(f"error: {error}")

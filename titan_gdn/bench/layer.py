@@ -189,28 +189,36 @@ def _rank(
 
 def run(options: LayerOptions, computes: bool = True) -> list[dict[str, Any]]:
     """Run each exchange on ranks of its own, so that memory peaks do not mix; print and return figures."""
-    fork, rows = multiprocessing.get_context("fork"), []
-    for exchange in options.exchanges:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        results = fork.SimpleQueue()
-        ranks = [
-            fork.Process(target=_rank, args=(rank, port, options, exchange, computes, results))
-            for rank in range(options.cp * options.tp)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise RuntimeError(f"{exchange}: ranks ended with {[process.exitcode for process in ranks]}")
-        rows.append(results.get())
-    _print(options, rows)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"options": asdict(options), "figures": rows}, file, indent=2)
+    rows = []
+    try:
+        for exchange in options.exchanges:
+            rows.append(_on_ranks(options, exchange, computes))
+    finally:  # what was measured before an exchange failed is not lost
+        if rows:
+            _print(options, rows)
+        if rows and options.json:
+            with open(options.json, "w") as file:
+                json.dump({"options": asdict(options), "figures": rows}, file, indent=2)
     return rows
+
+
+def _on_ranks(options: LayerOptions, exchange: ExchangeName, computes: bool) -> dict[str, Any]:
+    fork = multiprocessing.get_context("fork")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = fork.SimpleQueue()
+    ranks = [
+        fork.Process(target=_rank, args=(rank, port, options, exchange, computes, results))
+        for rank in range(options.cp * options.tp)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise RuntimeError(f"{exchange}: ranks ended with {[process.exitcode for process in ranks]}")
+    return results.get()
 
 
 def _print(options: LayerOptions, rows: list[dict[str, Any]]) -> None:

@@ -1,11 +1,39 @@
 """What the benchmarks may be told."""
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from titan_gdn.ops.backends import Backend
 from titan_gdn.parallel.exchange import ExchangeName
 from titan_gdn.parallel.sequence import Order
+
+
+def _check(options: "RuleOptions | LayerOptions", counts: Iterable[str], files: dict[str, str]) -> None:
+    """Refuse what no benchmark can be.
+
+    Args:
+        options: what was given.
+        counts: names of numbers that are at least 1.
+        files: names of paths that will be written, with the suffixes that they must have.
+
+    Raises:
+        ValueError: says which option, what was given and what is possible.
+    """
+    for name in (*counts, "batch", "key_heads", "value_heads", "key_dim", "value_dim", "repeats"):
+        given = getattr(options, name)
+        numbers = given if isinstance(given, tuple) else (given,)
+        if not numbers or min(numbers) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {given}: expected at least 1")
+    if options.value_heads % options.key_heads:
+        raise ValueError(f"--key-heads {options.key_heads} do not divide --value-heads {options.value_heads}")
+    for name, suffix in files.items():
+        path = getattr(options, name)
+        if path is not None and not (
+            path.endswith(suffix) and os.path.isdir(os.path.dirname(path) or ".") and not os.path.isdir(path)
+        ):
+            raise ValueError(f"--{name} {path}: expected a file *{suffix} in a folder that exists")
 
 
 @dataclass(kw_only=True)
@@ -33,6 +61,21 @@ class RuleOptions:
     """Write the figures to this file."""
     plot: str | None = None
     """Draw time and memory over the length to this PNG file, both axes logarithmic."""
+
+    def check(self) -> None:
+        """Refuse what cannot be run, before anything is measured.
+
+        Raises:
+            ValueError: see `_check`; or a peer that has no such rule.
+        """
+        _check(
+            self, ["tokens", *(["threads"] if self.threads is not None else [])], {"json": "", "plot": ".png"}
+        )
+        if self.peer and self.rule == "chunk_kda" and self.key_heads != self.value_heads:
+            raise ValueError(
+                "--peer transformers has no groups of value heads in its chunk_kda: make --value-heads "
+                f"{self.value_heads} equal to --key-heads {self.key_heads}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -64,3 +107,21 @@ class LayerOptions:
     """Timed forwards and backwards, after one that is not; medians are printed."""
     json: str | None = None
     """Write the figures to this file."""
+
+    def check(self) -> None:
+        """Refuse what cannot be run, before a rank starts.
+
+        Raises:
+            ValueError: see `_check`; or heads and tokens that the ranks do not divide.
+        """
+        _check(self, ("tokens", "dim", "gate_rank", "cp", "tp"), {"json": ""})
+        if self.key_heads % (self.tp * self.cp):
+            raise ValueError(
+                f"--key-heads {self.key_heads} do not divide by --tp {self.tp} times --cp {self.cp}"
+            )
+        shards = 2 * self.cp * (self.tp if self.sequence_parallel else 1)
+        if self.tokens % shards:
+            raise ValueError(
+                f"--tokens {self.tokens} do not divide by {shards}: twice --cp"
+                + (", times --tp under sequence parallelism" if self.sequence_parallel else "")
+            )

@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def run(options: RuleOptions) -> list[dict[str, Any]]:
     """Time the contenders in turns at every length; print, draw and return the figures."""
-    if options.threads:
+    if options.threads is not None:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     contenders = _contenders(options)
@@ -33,9 +33,11 @@ def run(options: RuleOptions) -> list[dict[str, Any]]:
     cases = list(product(inputs, contenders))
     memory = {(tokens, name): peak_memory(contenders[name], inputs[tokens]) for tokens, name in cases}
     times: dict[tuple[int, str], list[tuple[float, float]]] = {case: [] for case in cases}
+    # Without a GPU the rules compute in float32, and bfloat16 products may be far slower.
+    computed_in = torch.float32 if DEVICE == "cpu" else getattr(torch, options.dtype)
     rates = []
     for _ in track(range(options.repeats), "measuring", transient=True):
-        rates.append(matrix_rate(getattr(torch, options.dtype)))
+        rates.append(matrix_rate(computed_in))
         for tokens, name in cases:
             times[tokens, name].append(_time(contenders[name], inputs[tokens]))
     rate = statistics.median(rates)

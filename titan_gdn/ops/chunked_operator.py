@@ -95,7 +95,7 @@ def _fold(
     if cu_seqlens_cpu is None:
         cu_seqlens_cpu = torch.arange(batch + 1) * length
     v, g, beta = (x.flatten(0, 1).unflatten(1, (_heads(rule, q, v), -1)) for x in (v, g, beta))
-    plan = plan_chunks(cu_seqlens_cpu, v.shape[1] * v.shape[2], q.device)
+    plan = plan_chunks(cu_seqlens_cpu, batch * length, v.shape[1] * v.shape[2], q.device)
     return _Tokens(q.flatten(0, 1), k.flatten(0, 1), v, g, beta, plan, _compute_dtype(q), scale, l2norm)
 
 
@@ -159,10 +159,11 @@ def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
             state = _to_states(initial_state, tokens)
         received = _new_states(rule, q, v, max_chunks(q.shape[0] * q.shape[1], documents))
         out = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
-        for block in tokens.plan.blocks:
-            chunks = tokens.load(rule, block).rule.chunks
-            out_NHRCV = chunks_forward(chunks, block.pieces, state, received[block.chunks])
-            block.scatter(out.view(tokens.v_THRV.shape), out_NHRCV.movedim(3, 1))
+        with torch.autocast(q.device.type, enabled=False):
+            for block in tokens.plan.blocks:
+                chunks = tokens.load(rule, block).rule.chunks
+                out_NHRCV = chunks_forward(chunks, block.pieces, state, received[block.chunks])
+                block.scatter(out.view(tokens.v_THRV.shape), out_NHRCV.movedim(3, 1))
         return out, _from_states(state, tokens), received
 
     @forward.register_fake
@@ -196,15 +197,16 @@ def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
         d_out_THRV = d_out.reshape(tokens.v_THRV.shape)
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
         folded = [grad.view(x.shape) for grad, x in zip(grads, tokens[:5], strict=True)]
-        for block in reversed(tokens.plan.blocks):
-            loaded = tokens.load(rule, block)
-            d_out_NHRCV = block.gather(d_out_THRV).movedim(1, 3)
-            gradients = chunks_backward(
-                loaded.rule.chunks, block.pieces, received[block.chunks], d_state, d_out_NHRCV
-            )
-            d_qk, dg = loaded.rule.backward(gradients)
-            dq, dk = loaded.d_qk(d_qk).split(CHUNK, 2)
-            tokens.scatter(block, folded, (dq, dk, gradients.dv_NHRCV, dg, gradients.dbeta_NHRC))
+        with torch.autocast(q.device.type, enabled=False):
+            for block in reversed(tokens.plan.blocks):
+                loaded = tokens.load(rule, block)
+                d_out_NHRCV = block.gather(d_out_THRV).movedim(1, 3)
+                gradients = chunks_backward(
+                    loaded.rule.chunks, block.pieces, received[block.chunks], d_state, d_out_NHRCV
+                )
+                d_qk, dg = loaded.rule.backward(gradients)
+                dq, dk = loaded.d_qk(d_qk).split(CHUNK, 2)
+                tokens.scatter(block, folded, (dq, dk, gradients.dv_NHRCV, dg, gradients.dbeta_NHRC))
         return *grads, _from_states(d_state, tokens)
 
     @backward.register_fake

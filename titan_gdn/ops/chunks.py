@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titan_gdn.ops.documents import check_documents
+
 CHUNK = 64
 """Tokens a chunk, at most. Chunks start afresh at each document."""
 
@@ -78,14 +80,19 @@ def max_chunks(tokens: int, documents: int) -> int:
     return (tokens + CHUNK - 1) // CHUNK + documents
 
 
-def plan_chunks(cu_seqlens_cpu: Tensor, heads: int, device: torch.device) -> ChunkPlan:
+def plan_chunks(cu_seqlens_cpu: Tensor, tokens: int, heads: int, device: torch.device) -> ChunkPlan:
     """Cut documents into chunks.
 
     Args:
         cu_seqlens_cpu: `[N + 1]` integers on the CPU, the offsets of the documents.
+        tokens: how many they cut.
         heads: value heads, each of which has a matrix a chunk.
         device: where the index tensors are wanted.
+
+    Raises:
+        ValueError: see `check_documents`.
     """
+    check_documents(cu_seqlens_cpu, tokens)
     at_once = max(1, MATRICES_AT_ONCE.get(device.type, MATRICES_AT_ONCE["cuda"]) // heads)
     starts, ends = cu_seqlens_cpu[:-1].long(), cu_seqlens_cpu[1:].long()
     chunks_N = (ends - starts + CHUNK - 1) // CHUNK
@@ -96,20 +103,18 @@ def plan_chunks(cu_seqlens_cpu: Tensor, heads: int, device: torch.device) -> Chu
 
     step = torch.repeat_interleave(torch.arange(len(running)), running)
     document = documents[torch.arange(len(step)) - first[step]]
-    tokens = (starts[document] + step * CHUNK)[:, None] + torch.arange(CHUNK)
-    valid = tokens < ends[document][:, None]
-    tokens = tokens.masked_fill_(~valid, 0)
+    index_NC = (starts[document] + step * CHUNK)[:, None] + torch.arange(CHUNK)
+    valid_NC = index_NC < ends[document][:, None]
+    index_NC = index_NC.masked_fill_(~valid_NC, 0)
 
     blocks, begin = [], 0
     for pieces in _pieces(running.tolist(), at_once):
         end = begin + pieces[-1].last
-        full = bool(valid[begin:end].all())
-        rows, filling = (
-            (None, None)
-            if full
-            else (x.flatten().nonzero().flatten().to(device) for x in (valid[begin:end], ~valid[begin:end]))
-        )
-        blocks.append(Block(begin, pieces, tokens[begin:end].flatten().to(device), rows, filling))
+        index, valid = (x[begin:end].flatten() for x in (index_NC, valid_NC))
+        rows = filling = None
+        if not valid.all():
+            rows, filling = (x.nonzero().flatten().to(device) for x in (valid, ~valid))
+        blocks.append(Block(begin, pieces, index.to(device), rows, filling))
         begin = end
     return ChunkPlan(documents.to(device), blocks)
 

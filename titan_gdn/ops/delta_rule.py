@@ -4,6 +4,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from titan_gdn.ops.backends import Backend, resolve
+from titan_gdn.ops.documents import check_offsets
 
 MAX_FLA_KEY_DIM = 256
 """Channels of a key in FLA's kernels."""
@@ -37,6 +38,7 @@ def run(
         q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, cu_seqlens_cpu,
             backend: as in `titan_gdn.ops.chunk_gated_delta_rule`, as are results and errors.
     """
+    check_offsets(q.shape[0], cu_seqlens, cu_seqlens_cpu)
     _check(q, k, v, g, beta, initial_state, cu_seqlens, per_channel)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None and cu_seqlens_cpu is None:
@@ -71,6 +73,9 @@ def _check(
     Raises:
         ValueError: says which shapes were given, and which they must be.
     """
+    if not all(x.is_floating_point() for x in (q, k, v, g, beta)):
+        dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k, v, g, beta)]
+        raise ValueError(f"q, k, v, g and beta must be floating point, not {', '.join(dtypes)}")
     if q.shape != k.shape or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)} must be [B, T, H, K] and v {tuple(v.shape)} "
@@ -81,10 +86,6 @@ def _check(
     if g.shape != decay or beta.shape != per_head:
         raise ValueError(
             f"g {tuple(g.shape)} must be {decay} and beta {tuple(beta.shape)} {per_head}, as q and v say"
-        )
-    if cu_seqlens is not None and q.shape[0] != 1:
-        raise ValueError(
-            f"packed documents (cu_seqlens) need a batch of 1, not {q.shape[0]}: fold [B, T] to [1, B*T]"
         )
     documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     states = (documents, v.shape[2], q.shape[3], v.shape[3])

@@ -93,13 +93,14 @@ def attention_forward(
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(q_TMGH.shape[:3], dtype=dtype)
     out_TMGV = out.view(*q_TMGH.shape[:3], -1)
-    for rows, keys, hidden in _blocks(cu_seqlens_cpu, tokens_cpu, q.device):
-        scores = _scores(q_TMGH, k_TM1H, rows, keys, hidden, scale, dtype)
-        lse_MGr = scores.logsumexp(-1)
-        values = _heads_first(v_TM1V, keys, dtype)
-        out_MGrV = _matmul(scores.sub_(lse_MGr.unsqueeze(-1)).exp_(), values)
-        out_TMGV[rows] = out_MGrV.permute(2, 0, 1, 3).to(out.dtype)
-        lse[rows] = lse_MGr.permute(2, 0, 1)
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, keys, hidden in _blocks(cu_seqlens_cpu, tokens_cpu, q.device):
+            scores = _scores(q_TMGH, k_TM1H, rows, keys, hidden, scale, dtype)
+            lse_MGr = scores.logsumexp(-1)
+            values = _heads_first(v_TM1V, keys, dtype)
+            out_MGrV = _matmul(scores.sub_(lse_MGr.unsqueeze(-1)).exp_(), values)
+            out_TMGV[rows] = out_MGrV.permute(2, 0, 1, 3).to(out.dtype)
+            lse[rows] = lse_MGr.permute(2, 0, 1)
     return out, lse
 
 
@@ -140,16 +141,19 @@ def attention_backward(
     out_TMGV, d_out_TMGV = (x.flatten(0, 1).unflatten(1, (k.shape[2], -1)) for x in (out, d_out))
     dq_TMGH = torch.zeros_like(q_TMGH, memory_format=torch.contiguous_format)
     dk_TM1H, dv_TM1V = (torch.zeros_like(x, dtype=dtype) for x in (k_TM1H, v_TM1V))
-    for rows, keys, hidden in _blocks(cu_seqlens_cpu, tokens_cpu, q.device):
-        scores = _scores(q_TMGH, k_TM1H, rows, keys, hidden, scale, dtype)
-        weights = scores.sub_(lse[rows].permute(1, 2, 0).unsqueeze(-1)).exp_()
-        do = _heads_first(d_out_TMGV, rows, dtype)
-        dv_TM1V[keys] += _sum_heads(weights, do)
-        d_weights = _matmul(do, _heads_first(v_TM1V, keys, dtype).mT)
-        mean = (do * _heads_first(out_TMGV, rows, dtype)).sum(-1, keepdim=True)
-        d_scores = d_weights.sub_(mean).mul_(weights).mul_(scale)
-        dq_TMGH[rows] = _matmul(d_scores, _heads_first(k_TM1H, keys, dtype)).permute(2, 0, 1, 3).to(q.dtype)
-        dk_TM1H[keys] += _sum_heads(d_scores, _heads_first(q_TMGH, rows, dtype))
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, keys, hidden in _blocks(cu_seqlens_cpu, tokens_cpu, q.device):
+            scores = _scores(q_TMGH, k_TM1H, rows, keys, hidden, scale, dtype)
+            weights = scores.sub_(lse[rows].permute(1, 2, 0).unsqueeze(-1)).exp_()
+            do = _heads_first(d_out_TMGV, rows, dtype)
+            dv_TM1V[keys] += _sum_heads(weights, do)
+            d_weights = _matmul(do, _heads_first(v_TM1V, keys, dtype).mT)
+            mean = (do * _heads_first(out_TMGV, rows, dtype)).sum(-1, keepdim=True)
+            d_scores = d_weights.sub_(mean).mul_(weights).mul_(scale)
+            dq_TMGH[rows] = (
+                _matmul(d_scores, _heads_first(k_TM1H, keys, dtype)).permute(2, 0, 1, 3).to(q.dtype)
+            )
+            dk_TM1H[keys] += _sum_heads(d_scores, _heads_first(q_TMGH, rows, dtype))
     return dq_TMGH.view_as(q), dk_TM1H.to(k.dtype).view_as(k), dv_TM1V.to(v.dtype).view_as(v)
 
 

@@ -3,26 +3,35 @@
 import torch
 from torch import Tensor
 
+from titan_gdn.ops.documents import check_documents
+
 FLA_CHUNK = 64
 """Tokens a chunk in FLA's rule and in its convolution."""
 
 
-def fla_documents(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> dict[str, Tensor | None]:
+def fla_documents(
+    tokens: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> dict[str, Tensor | None]:
     """The arguments by which FLA's functions know documents and their chunks.
 
     FLA would copy `chunk_indices` from the host and wait for the stream. Here the device makes them, and
     the host contributes their number.
 
     Args:
+        tokens: of the row that they cut.
         cu_seqlens: `[N + 1]` offsets of packed documents, or None.
         cu_seqlens_cpu: the same on the CPU.
 
     Returns:
         `cu_seqlens` `[N + 1]` and `chunk_indices` `[chunks, 2]`, for each chunk its document and its place
         there; None without documents.
+
+    Raises:
+        ValueError: see `check_documents`.
     """
     if cu_seqlens is None:
         return {"cu_seqlens": None, "chunk_indices": None}
+    check_documents(cu_seqlens_cpu, tokens)
     chunks_N = _chunks(cu_seqlens)
     document = torch.repeat_interleave(chunks_N, output_size=int(_chunks(cu_seqlens_cpu).sum()))
     before_N = chunks_N.cumsum(0) - chunks_N

@@ -52,7 +52,7 @@ def define(
             out, *others = fla_forward(
                 q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state,
                 output_final_state=True,
-                **fla_documents(cu_seqlens, cu_seqlens_cpu),
+                **fla_documents(q.shape[1], cu_seqlens, cu_seqlens_cpu),
                 **dict(zip(flags, values, strict=True)),
             )  # fmt: skip
         return out.to(q.dtype), *others
@@ -83,7 +83,7 @@ def define(
         with torch.cuda.device_of(q):
             if l2norm:
                 (q, q_rstd), (k, k_rstd) = l2norm_fwd(q), l2norm_fwd(k)
-            documents = fla_documents(cu_seqlens, cu_seqlens_cpu)
+            documents = fla_documents(q.shape[1], cu_seqlens, cu_seqlens_cpu)
             g = chunk_local_cumsum(g, FLA_CHUNK, scale=RCP_LN2, **documents)
             dq, dk, dv, dbeta, dg, d_initial, *_ = fla_backward(
                 *saved,

@@ -1,6 +1,5 @@
 """Decoders whose layers attend linearly or fully, each followed by a dense or sparse feed-forward."""
 
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +26,8 @@ from titan_gdn.parallel.traffic import choose
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
+
+_LOWEST = -torch.finfo(torch.float32).max
 
 
 class HybridBlock(Module):
@@ -112,7 +113,7 @@ class HybridModel(Decoder):
                         f"linear_attention.lower_bound = {layer.run.lower_bound} is for Kimi Delta "
                         "Attention, which this model does not have: leave it out"
                     )
-                if layer.run.lower_bound is not None and not -math.inf < layer.run.lower_bound < 0:
+                if layer.run.lower_bound is not None and not _LOWEST < layer.run.lower_bound < 0:
                     raise ValueError(
                         f"linear_attention.lower_bound = {layer.run.lower_bound}: expected a number below 0, "
                         "of which the log decay stays above, or none"

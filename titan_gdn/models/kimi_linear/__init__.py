@@ -67,7 +67,7 @@ def kimi_linear(
         vocab_size: rows of the embedding.
         dim: width of the hidden states.
         n_layers: number of layers.
-        full_attention_interval: every so manieth layer, and the last, attends fully, the others linearly.
+        full_attention_interval: the layers whose numbers it divides attend fully, and the last one does.
         layer_types: "linear_attention" or "full_attention" per layer, instead of the interval.
         norm_eps: epsilon of the norms, but for that of compressed keys and values, 1e-6.
         n_heads: heads of the latent attention.
@@ -170,6 +170,8 @@ def _check(given: parts.Arguments) -> None:
     )
     if given["n_dense_layers"] < 0:
         parts.refuse(given, "n_dense_layers", "at least 0")
+    if given["n_experts"] and given["n_dense_layers"] >= given["n_layers"]:
+        parts.refuse(given, "n_dense_layers", f"below n_layers = {given['n_layers']}, or n_experts = 0")
     if not given["route_scale"] > 0:
         parts.refuse(given, "route_scale", "a positive number")
 

@@ -63,7 +63,7 @@ def qwen3_next(
         vocab_size: rows of the embedding.
         dim: width of the hidden states.
         n_layers: number of layers.
-        full_attention_interval: every so manieth layer attends fully, the others linearly.
+        full_attention_interval: the layers whose numbers it divides attend fully, the others linearly.
         layer_types: "linear_attention" or "full_attention" per layer, instead of the interval.
         norm_eps: epsilon of all norms.
         tie_word_embeddings: one weight for embedding and head.

@@ -5,6 +5,7 @@ from torch import Tensor
 from titan_gdn.ops.backends import Backend, resolve
 from titan_gdn.ops.causal_conv1d.fla_backend import fla_conv_forward
 from titan_gdn.ops.causal_conv1d.torch_backend import conv_forward
+from titan_gdn.ops.documents import check_offsets
 
 
 def causal_conv1d(
@@ -31,12 +32,9 @@ def causal_conv1d(
     Raises:
         ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
     """
-    if x.shape[-1] != weight.shape[0]:
+    check_offsets(x.shape[0], cu_seqlens, cu_seqlens_cpu)
+    if x.ndim != 3 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"x {tuple(x.shape)} must be [B, T, D] and weight {tuple(weight.shape)} [D, C]")
-    if cu_seqlens is not None and x.shape[0] != 1:
-        raise ValueError(
-            f"packed documents (cu_seqlens) need a batch of 1, not {x.shape[0]}: fold [B, T] to [1, B*T]"
-        )
     if cu_seqlens is not None and cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()
     if resolve(backend, x.device) == "torch":

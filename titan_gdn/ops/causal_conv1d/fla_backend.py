@@ -19,7 +19,7 @@ def fla_conv_forward(
         bias=None,
         residual=None,
         activation="silu",
-        **fla_documents(cu_seqlens, cu_seqlens_cpu),
+        **fla_documents(x.shape[1], cu_seqlens, cu_seqlens_cpu),
     )
     return y
 
@@ -43,7 +43,7 @@ def fla_conv_backward(
             dht=None,
             weight=weight.contiguous(),
             activation="silu",
-            **fla_documents(cu_seqlens, cu_seqlens_cpu),
+            **fla_documents(x.shape[1], cu_seqlens, cu_seqlens_cpu),
         )
     return dx, dweight
 

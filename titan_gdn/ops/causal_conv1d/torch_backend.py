@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_gdn.ops.documents import check_documents
+
 ELEMENTS_AT_ONCE = {"cpu": 2**17, "cuda": 2**26}
 """Tokens times channels of a block: what fits a CPU's cache, or fills a GPU."""
 
@@ -34,7 +36,8 @@ class _Block(NamedTuple):
 
 def _blocks(x_BTD: Tensor, taps: int, cu_seqlens_cpu: Tensor | None, after: int = 0) -> Iterator[_Block]:
     batch, length, channels = x_BTD.shape
-    offsets = torch.arange(batch + 1) * length if cu_seqlens_cpu is None else cu_seqlens_cpu.long()
+    offsets = torch.arange(batch + 1) * length if cu_seqlens_cpu is None else cu_seqlens_cpu
+    check_documents(offsets, batch * length)
     since_start = torch.arange(batch * length) - offsets[:-1].repeat_interleave(offsets.diff())
     size = max(1, ELEMENTS_AT_ONCE.get(x_BTD.device.type, ELEMENTS_AT_ONCE["cuda"]) // channels)
     for first in range(0, batch * length, size):

@@ -20,6 +20,9 @@ from titan_gdn.ops.chunked_operator import define
 from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, invert, per_value_head
 from titan_gdn.ops.chunks import CHUNK
 
+STRONGEST = -1e4
+"""The strongest log decay of a token that is told apart."""
+
 
 class DecayPerHead:
     """What a decay per value head makes of a block (a `titan_gdn.ops.chunked_operator.Rule`)."""
@@ -31,6 +34,8 @@ class DecayPerHead:
     ) -> None:
         self.qk_NHDK = qk_NHDK
         k_NHCK = qk_NHDK[:, :, CHUNK:]
+        # What decays by more is 0 in any dtype, and infinite sums have no difference.
+        g_NHRC = g_NHRC.clamp_min(STRONGEST)
         # Sums of a whole chunk may be large where their differences are not: float64 until those are formed.
         sum_NHRC = g_NHRC.cumsum(-1, dtype=torch.float64)
         # Cut before exp: above the diagonal the exponent is positive and may overflow.

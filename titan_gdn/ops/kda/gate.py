@@ -18,7 +18,12 @@ def kda_gate(x: Tensor, rate: Tensor, dt_bias: Tensor, lower_bound: float | None
 
     Returns:
         `[..., HV, K]` float32, at most 0.
+
+    Raises:
+        ValueError: a bound that is not below 0.
     """
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound = {lower_bound} must be below 0")
     biased, rate = x.float() + dt_bias, rate.unsqueeze(-1)
     if lower_bound is None:
         return rate * F.softplus(biased)

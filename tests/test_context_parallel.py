@@ -77,6 +77,21 @@ def test_the_published_shapes_send_the_published_elements():
     assert published == 16448
 
 
+def test_published_widths_of_kda_give_the_published_ratio():
+    """GLM-5.3-Flash, D 4096 and 64 heads of 128, at CP 2: all-to-all over all-gather, in, and in and out."""
+
+    def ratios(exchanged, bottleneck=0):
+        shape = LayerShape(width=4096, exchanged=exchanged, output=64 * 128, bottleneck=bottleneck)
+        ways = [elements_in(name, shape, 1024, 2, 1, False) for name in ("all_to_all", "all_gather")]
+        out = elements_out(shape, 1024, 2, 1)
+        return ways[0] / ways[1], (ways[0] + out) / (ways[1] + out)
+
+    everything = 64 * (3 * 128 + 2 * 128) + 64  # q, k, the decay gate, v, the output gate, beta
+    assert ratios(everything) == pytest.approx((5.0, 3.0), abs=0.01)
+    ours = 64 * (2 * 128 + 128) + 64  # both gates stay, but for the bottleneck of one
+    assert ratios(ours, bottleneck=128) == pytest.approx((3.04, 2.02), abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("cp", "tp", "sp", "expected"),
     [

@@ -674,6 +674,15 @@ def test_torchtitans_own_conditions_name_file_and_section(error):
     assert "run.toml: Memory budget activation checkpointing requires" in error(text)
 
 
+def test_weights_that_are_not_there_are_missed_before_the_run(error, load, tmp_path):
+    text = "[checkpoint]\nenable = true\ninitial_load_in_hf = true\n"
+    assert "[model] hf_assets_path" in (said := error(text)) and "*.safetensors" in said
+    elsewhere = f'initial_load_path = "{tmp_path}"'
+    assert f'[checkpoint] initial_load_path = "{tmp_path}"' in error(text + elsewhere)
+    (tmp_path / "model.safetensors").touch()
+    assert load(text + elsewhere).checkpoint.initial_load_in_hf
+
+
 def test_keys_that_need_each_other_are_set_together(load):
     text = "[checkpoint]\ninitial_load_in_hf_quantized = true\ninitial_load_in_hf = true\n"
     text += 'initial_load_path = "/a"'

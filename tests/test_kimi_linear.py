@@ -10,6 +10,7 @@ from tests.layer_cases import LENGTH
 from tests.training import assert_same_numbers, train
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config import ConfigError, load_config
+from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.parallel.sequence import SequenceLayout
 
@@ -40,6 +41,19 @@ def test_latent_attention_is_that_of_transformers():
     theirs = [x, *(getattr(theirs, name).weight for name in names.values())]
     for gradient, wanted in zip(gradients, torch.autograd.grad(expected, theirs, d_out), strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("bound", "strongest"), [(-5.0, -5.0), (None, -100.0)])
+def test_a_bound_of_the_decay_reaches_the_layer(bound, strongest):
+    config = kimi_linear(dim=32, n_layers=1, layer_types=["linear_attention"], n_experts=0).linear_layers()[0]
+    config.run = LinearAttentionConfig(lower_bound=bound)
+    layer = config.build()
+    layer.init_states()
+    narrow, beta = torch.full((1, 3, config.f_a.out_features), 1e3), torch.zeros(1, 3, 32, 1)
+    layer.f_b.weight.data.fill_(1e-3)
+    g, _ = layer.gates(beta, narrow, *layer.decay(), slice(0, 32))
+    assert g.shape == (1, 3, 32, 128) and g.max() <= strongest + 1e-5
+    assert bound is None or g.min() >= bound
 
 
 @pytest.fixture(scope="module")

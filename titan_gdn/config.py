@@ -310,6 +310,7 @@ def check(config: Trainer.Config, world_size: int) -> None:
     if config.checkpoint.create_seed_checkpoint and not (config.checkpoint.enable and world_size == 1):
         raise ConfigError("[checkpoint] create_seed_checkpoint needs enable = true, and one rank")
     _check_tokenizer(config)
+    _check_weights(config)
     _check_data("dataloader", config.dataloader)
     if config.validator.enable:
         _check_data("validator.dataloader", config.validator.dataloader)
@@ -358,6 +359,20 @@ def _check_tokenizer(config: Trainer.Config) -> None:
         raise ConfigError(
             f"[model.overrides] vocab_size = {rows}: the tokenizer in hf_assets_path = {folder!r} has "
             f"{tokens} tokens"
+        )
+
+
+def _check_weights(config: Trainer.Config) -> None:
+    """A run that begins with Hugging Face weights finds some; one that goes on from its own needs none."""
+    checkpoint = config.checkpoint
+    own = os.path.join(config.dump_folder, checkpoint.folder)
+    if not (checkpoint.enable and checkpoint.initial_load_in_hf) or (os.path.isdir(own) and os.listdir(own)):
+        return
+    key = "[checkpoint] initial_load_path" if checkpoint.initial_load_path else "[model] hf_assets_path"
+    folder = checkpoint.initial_load_path or config.hf_assets_path
+    if not (os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder))):
+        raise ConfigError(
+            f'{key} = "{folder}": [checkpoint] initial_load_in_hf wants *.safetensors files there'
         )
 
 

@@ -170,8 +170,8 @@ def _check(given: parts.Arguments) -> None:
     )
     if given["n_dense_layers"] < 0:
         parts.refuse(given, "n_dense_layers", "at least 0")
-    if given["n_experts"] and given["n_dense_layers"] >= given["n_layers"]:
-        parts.refuse(given, "n_dense_layers", f"below n_layers = {given['n_layers']}, or n_experts = 0")
+    if given["n_dense_layers"] > given["n_layers"]:
+        parts.refuse(given, "n_dense_layers", f"at most n_layers = {given['n_layers']}")
     if not given["route_scale"] > 0:
         parts.refuse(given, "route_scale", "a positive number")
 

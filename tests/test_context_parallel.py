@@ -244,7 +244,7 @@ def test_a_balancer_whose_order_depends_on_data_is_refused():
 def test_the_million_token_run_is_valid_at_full_size_and_runs_dry_when_scaled_down(tmp_path):
     path = os.path.join(os.path.dirname(__file__), "..", "train_configs", "qwen3_next_1M.toml")
     local = ["--model.hf_assets_path", BYTE_TOKENIZER, "--dataloader.dataset_path", os.path.dirname(__file__)]
-    config = load_config(["--job.config_file", path, *local], 64)
+    config = load_config(["--job.config_file", path, *local, "--checkpoint.no-initial_load_in_hf"], 64)
     assert config.training.seq_len == 1048576 == config.model_spec.model.max_seq_len
     small = {
         "vocab_size": 512,

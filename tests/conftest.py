@@ -26,8 +26,7 @@ def run(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("meshes"))
     model, overrides = hf.model(**LAYERS)
     model.save_pretrained(folder)
-    checkpoint = {"enable": True, "initial_load_in_hf": True, "initial_load_path": folder, "load_only": True}
-    path = hf.toml(folder, overrides, checkpoint=checkpoint)
+    path = hf.toml(folder, overrides, checkpoint=hf.weights_of(folder))
     return lambda world_size, *argv: ranks.run(train, world_size, ["--job.config_file", path, *argv])
 
 

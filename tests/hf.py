@@ -161,6 +161,11 @@ def overrides(config, yarn_factor=1.0):
     }
 
 
+def weights_of(folder):
+    """The section `[checkpoint]` of a run that begins with the files in `folder` and writes none."""
+    return {"enable": True, "initial_load_in_hf": True, "initial_load_path": str(folder), "load_only": True}
+
+
 def toml(folder, overrides, **sections):
     """A TOML file in `folder` that trains this model in float32 on the text files beside it."""
     import json

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import hf, layer_cases, outside_trainer, ranks
-from tests.training import assert_same_numbers, train
+from tests.training import assert_same_numbers, dry_run, train
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config import ConfigError, load_config
 from titan_gdn.models.qwen3_next import qwen3_next
@@ -258,12 +258,4 @@ def test_the_million_token_run_is_valid_at_full_size_and_runs_dry_when_scaled_do
         "expert_hidden_dim": 64,
         "shared_expert_hidden_dim": 64,
     }
-    argv = [word for key, value in small.items() for word in (f"--model.overrides.{key}", str(value))]
-    argv += ["--training.seq_len", "512", "--training.steps", "1", "--checkpoint.no-enable"]
-    argv += ["--job.dump_folder", str(tmp_path), "--comm.mode", "fake_backend"]
-    assert len(ranks.run(dry_run, 1, ["--job.config_file", path, *local, *argv])[0]["loss"]) == 1
-
-
-def dry_run(argv):
-    os.environ["NGPU"] = "64"
-    return train(argv)
+    assert len(dry_run(path, tmp_path, *local, **small)["loss"]) == 1

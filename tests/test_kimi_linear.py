@@ -7,7 +7,7 @@ import torch
 
 from tests import hf, latent_cases, ranks
 from tests.layer_cases import LENGTH
-from tests.training import assert_same_numbers, train
+from tests.training import assert_same_numbers, dry_run, train
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config import ConfigError, load_config
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
@@ -83,8 +83,7 @@ def kimi_run(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("kimi"))
     model, overrides = hf.model("kimi_linear", **LAYERS)
     model.save_pretrained(folder)
-    checkpoint = {"enable": True, "initial_load_in_hf": True, "initial_load_path": folder, "load_only": True}
-    path = hf.toml(folder, overrides, model={"name": "kimi_linear"}, checkpoint=checkpoint)
+    path = hf.toml(folder, overrides, model={"name": "kimi_linear"}, checkpoint=hf.weights_of(folder))
     return lambda world_size, *argv: ranks.run(train, world_size, ["--job.config_file", path, *argv])
 
 
@@ -127,13 +126,9 @@ def test_the_model_trains_as_on_one_rank(kimi_run, kimi_one_rank, mesh, backend)
 def test_a_checkpointed_and_compiled_run_has_the_same_losses(tmp_path):
     model, overrides = hf.model("kimi_linear", mlp_layer_types=["dense"] * 3, **LAYERS)
     model.save_pretrained(tmp_path)
-    checkpoint = {
-        "enable": True,
-        "initial_load_in_hf": True,
-        "initial_load_path": str(tmp_path),
-        "load_only": True,
-    }
-    path = hf.toml(str(tmp_path), overrides, model={"name": "kimi_linear"}, checkpoint=checkpoint)
+    path = hf.toml(
+        str(tmp_path), overrides, model={"name": "kimi_linear"}, checkpoint=hf.weights_of(tmp_path)
+    )
     plain = ranks.run(train, 1, ["--job.config_file", path])[0]
     argv = ["--activation_checkpoint.mode", "full", "--compile.enable", "--compile.backend", "aot_eager"]
     for record in ranks.run(train, 4, ["--job.config_file", path, *argv, CP, "2", TP, "2"], timeout=280):
@@ -147,15 +142,7 @@ def test_the_million_token_run_is_valid_at_full_size_and_runs_dry_when_scaled_do
     assert config.training.seq_len == 1048576 and config.model_spec.flavor == "48B-A3B"
     small = {"vocab_size": 512, "dim": 256, "n_layers": 4, "n_experts": 8, "n_experts_per_token": 2}
     small |= {"hidden_dim": 512, "expert_hidden_dim": 64, "shared_expert_hidden_dim": 64}
-    argv = [word for key, value in small.items() for word in (f"--model.overrides.{key}", str(value))]
-    argv += ["--training.seq_len", "512", "--training.steps", "1", "--checkpoint.no-enable"]
-    argv += ["--job.dump_folder", str(tmp_path), "--comm.mode", "fake_backend"]
-    assert len(ranks.run(dry_run, 1, ["--job.config_file", path, *local, *argv])[0]["loss"]) == 1
-
-
-def dry_run(argv):
-    os.environ["NGPU"] = "64"
-    return train(argv)
+    assert len(dry_run(path, tmp_path, *local, **small)["loss"]) == 1
 
 
 def test_the_published_order_of_layers_is_the_default():

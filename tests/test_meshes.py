@@ -36,13 +36,7 @@ def test_a_checkpointed_and_compiled_run_has_the_same_losses(tmp_path):
         num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=0
     )
     model.save_pretrained(tmp_path)
-    checkpoint = {
-        "enable": True,
-        "initial_load_in_hf": True,
-        "initial_load_path": str(tmp_path),
-        "load_only": True,
-    }
-    argv = ["--job.config_file", hf.toml(str(tmp_path), overrides, checkpoint=checkpoint)]
+    argv = ["--job.config_file", hf.toml(str(tmp_path), overrides, checkpoint=hf.weights_of(tmp_path))]
     plain = ranks.run(train, 1, argv)[0]
     argv += ["--activation_checkpoint.mode", "full", "--compile.enable", "--compile.backend", "aot_eager"]
     for mesh in ([TP, "2"], [FSDP, "2", *HALF]):

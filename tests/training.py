@@ -7,6 +7,21 @@ import types
 import pytest
 from torch.distributed.tensor import DTensor
 
+from tests import ranks
+
+
+def dry_run(path, folder, *argv, **overrides):
+    """One step of a run as its TOML says, on 64 ranks that one process stands for, the model scaled down."""
+    argv = ["--job.config_file", path, "--job.dump_folder", str(folder), *argv]
+    argv += [word for key, value in overrides.items() for word in (f"--model.overrides.{key}", str(value))]
+    argv += ["--training.seq_len", "512", "--training.steps", "1", "--checkpoint.no-enable"]
+    return ranks.run(_train_as_64, 1, [*argv, "--comm.mode", "fake_backend"])[0]
+
+
+def _train_as_64(argv):
+    os.environ["NGPU"] = "64"
+    return train(argv)
+
 
 def train(argv, step_of_gradients=1):
     """Train as `titan_gdn.train` does.

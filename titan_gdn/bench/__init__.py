@@ -1,1 +1,1 @@
-"""Measurements: `python -m titan_gdn.bench {layer,exchange}`."""
+"""Measurements: `python -m titan_gdn.bench {rule,layer,exchange}`."""

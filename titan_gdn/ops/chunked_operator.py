@@ -119,9 +119,12 @@ def _new_states(rule: type[Rule], q: Tensor, v: Tensor, count: int) -> Tensor:
     return torch.zeros(shape, dtype=_compute_dtype(q), device=q.device)
 
 
-def _to_states(state: Tensor, tokens: _Tokens) -> Tensor:
-    """`[documents, R*H, K, V]` in the documents' order to `[documents, H, K, R, V]` in the plan's."""
-    heads = tokens.v_THRV.shape[1]
+def _to_states(state: Tensor | None, tokens: _Tokens) -> Tensor:
+    """`[documents, R*H, K, V]`, or None for 0, to `[documents, H, K, R, V]` in the plan's order."""
+    _, heads, R, V = tokens.v_THRV.shape
+    if state is None:
+        shape = (len(tokens.plan.documents), heads, tokens.q_THK.shape[2], R, V)
+        return tokens.v_THRV.new_zeros(shape, dtype=tokens.dtype)
     state = state.to(tokens.dtype)[tokens.plan.documents]
     return state.unflatten(1, (heads, -1)).transpose(2, 3).contiguous()
 
@@ -153,10 +156,7 @@ def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
     ) -> tuple[Tensor, Tensor, Tensor]:
         tokens = _fold(rule, q, k, v, g, beta, scale, cu_seqlens_cpu, l2norm)
         documents = _documents(q, cu_seqlens_cpu)
-        if initial_state is None:
-            state = _new_states(rule, q, v, documents)
-        else:
-            state = _to_states(initial_state, tokens)
+        state = _to_states(initial_state, tokens)
         received = _new_states(rule, q, v, max_chunks(q.shape[0] * q.shape[1], documents))
         out = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
         with torch.autocast(q.device.type, enabled=False):
@@ -189,10 +189,7 @@ def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
         d_final: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         tokens = _fold(rule, q, k, v, g, beta, scale, cu_seqlens_cpu, l2norm)
-        if d_final is None:
-            d_state = _new_states(rule, q, v, _documents(q, cu_seqlens_cpu))
-        else:
-            d_state = _to_states(d_final, tokens)
+        d_state = _to_states(d_final, tokens)
         d_out = torch.zeros_like(v, dtype=q.dtype) if d_out is None else d_out
         d_out_THRV = d_out.reshape(tokens.v_THRV.shape)
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))

@@ -46,6 +46,21 @@ class Chunks(NamedTuple):
     scores_NHRCC: Tensor
     inverse_NHRCC: Tensor
 
+    @classmethod
+    def of_pairs(
+        cls, pairs_NHRDC: Tensor, v_NHRCV: Tensor, beta_NHRC: Tensor, scale: float, **states: Tensor | None
+    ) -> "Chunks":
+        """The matrices and factors that follow from pairs; `states` are the fields that meet the states."""
+        beta_NHRC1 = beta_NHRC.unsqueeze(-1)
+        return cls(
+            v_NHRCV=v_NHRCV,
+            row_NHRD1=torch.cat([torch.full_like(beta_NHRC1, scale), -beta_NHRC1], 3),
+            pairs_NHRDC=pairs_NHRDC,
+            scores_NHRCC=pairs_NHRDC[..., :CHUNK, :] * scale,
+            inverse_NHRCC=_invert(pairs_NHRDC[..., CHUNK:, :] * beta_NHRC1),
+            **states,
+        )
+
 
 class ChunkGradients(NamedTuple):
     """What the states of a block's chunks and its rows of values give back.
@@ -75,7 +90,7 @@ class ChunkGradients(NamedTuple):
     dbeta_NHRC: Tensor
 
 
-def invert(A_NHRCC: Tensor) -> Tensor:
+def _invert(A_NHRCC: Tensor) -> Tensor:
     """`(I + A)^-1` of what is below the diagonal."""
     one = torch.eye(CHUNK, dtype=A_NHRCC.dtype, device=A_NHRCC.device).expand_as(A_NHRCC)
     return torch.linalg.solve_triangular(A_NHRCC, one, upper=False, unitriangular=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titan_gdn.ops.chunked_operator import define
-from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, invert, per_value_head
+from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, per_value_head
 from titan_gdn.ops.chunks import CHUNK
 
 STRONGEST = -1e4
@@ -44,18 +44,16 @@ class DecayPerHead:
         pairs_NHRDC = self._decay_pairs((qk_NHDK @ k_NHCK.mT).unsqueeze(2))
         since_start_NHRC1 = sum_NHRC.exp().to(g_NHRC.dtype).unsqueeze(-1)
         until_end_NHRC1 = (sum_NHRC[..., -1:] - sum_NHRC).exp().to(g_NHRC.dtype).unsqueeze(-1)
-        beta_NHRC1 = beta_NHRC.unsqueeze(-1)
-        self.chunks = Chunks(
-            v_NHRCV=v_NHRCV,
-            row_NHRD1=torch.cat([torch.full_like(beta_NHRC1, scale), -beta_NHRC1], 3),
+        self.chunks = Chunks.of_pairs(
+            pairs_NHRDC,
+            v_NHRCV,
+            beta_NHRC,
+            scale,
             reads_NHDK=qk_NHDK,
             read_NHRD1=since_start_NHRC1.repeat(1, 1, 1, 2, 1),
             writes_NHCK=k_NHCK,
             write_NHRC1=until_end_NHRC1,
             forget=since_start_NHRC1[..., -1:, :].transpose(2, 3),
-            pairs_NHRDC=pairs_NHRDC,
-            scores_NHRCC=pairs_NHRDC[..., :CHUNK, :] * scale,
-            inverse_NHRCC=invert(pairs_NHRDC[..., CHUNK:, :] * beta_NHRC1),
         )
 
     def _decay_pairs(self, pairs_NHRDC: Tensor) -> Tensor:

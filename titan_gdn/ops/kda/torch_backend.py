@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from titan_gdn.ops.chunked_operator import define
-from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, invert
+from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks
 from titan_gdn.ops.chunks import CHUNK
 
 
@@ -97,18 +97,16 @@ class DecayPerChannel:
             rows, columns = halves.decayed(qk_NHDK)
             halves.pairs(pairs_NHDC).copy_((rows @ columns.mT).unflatten(3, (2, -1)))
         pairs_NHDC[:, :, :CHUNK].diagonal(dim1=-2, dim2=-1).copy_((q_NHCK * k_NHCK).sum(-1))
-        pairs_NHRDC, beta_NHRC1 = pairs_NHDC.unsqueeze(2), beta_NHRC.unsqueeze(-1)
-        self.chunks = Chunks(
-            v_NHRCV=v_NHRCV,
-            row_NHRD1=torch.cat([torch.full_like(beta_NHRC1, scale), -beta_NHRC1], 3),
+        self.chunks = Chunks.of_pairs(
+            pairs_NHDC.unsqueeze(2),
+            v_NHRCV,
+            beta_NHRC,
+            scale,
             reads_NHDK=self._since_start(qk_NHDK),
             read_NHRD1=None,
             writes_NHCK=k_NHCK * self.until_end_NHCK,
             write_NHRC1=None,
             forget=self.since_start_NHCK[:, :, -1, :, None, None],
-            pairs_NHRDC=pairs_NHRDC,
-            scores_NHRCC=pairs_NHRDC[..., :CHUNK, :] * scale,
-            inverse_NHRCC=invert(pairs_NHRDC[..., CHUNK:, :] * beta_NHRC1),
         )
 
     def _since_start(self, qk_NHDK: Tensor) -> Tensor:

@@ -9,6 +9,10 @@ from torch.distributed.tensor import DTensor
 
 LENGTH, WIDTH, GROUPS, RANK = 128, 32, 4, 6
 RAGGED = [0, 1, 3, 6, 31, 32, 33, 65, 66, 95, 100, 127, 128]  # 1, 2 and 3 tokens beside the edges of shards
+# Beside the edges of all segments, and then one that every rank has a part of, before another that starts in
+# the middle of the second segment of rank 0.
+EDGES = [0, 15, 16, 17, 19, 30, 32, 47, 48, 50, 64, 78, 80, 81, 94, 95, 96, 99, 111, 112, 113, 128]
+SPANNING = [0, 5, 120, 128]
 MESHES = [
     (1, 1, False),
     (2, 1, False),
@@ -21,13 +25,17 @@ MESHES = [
 LAYERS = ("gated_delta_net", "kimi_delta_attention")
 CASES = list(
     itertools.product(
-        ("all_to_all", "all_gather"),
+        ("all_to_all", "all_gather", "state"),
         ("contiguous", "headtail"),
         ("one", "ragged"),
         MESHES,
         (1, 2, 4),
         (8, 12),
     )
+)
+# Two rows with documents of their own.
+CASES += itertools.product(
+    ("all_to_all", "all_gather", "state"), ("contiguous", "headtail"), ("rows",), MESHES, (2,), (12,)
 )
 
 
@@ -40,11 +48,13 @@ def is_bitwise(layer, case):
     """Without TP, unless a matrix product is so narrow that the library takes another kernel for it.
 
     That is below 16 rows of a weight (all_gather cuts weights; a group has `2R` rows of `in_proj_ba`, `R` of
-    `in_proj_b`), and where the rule runs on a single group, whose products are no batch.
+    `in_proj_b`), and where the rule runs on a single group, whose products are no batch. Where the state is
+    handed on, a segment's transition is a product of its own.
     """
     exchange, _, _, (tp, cp, _), R, _ = case
     groups, rows = GROUPS // cp, {"gated_delta_net": 2 * R, "kimi_delta_attention": R}[layer]
-    return tp == 1 and (cp == 1 or (groups > 1 and (exchange == "all_to_all" or rows * groups >= 16)))
+    whole = groups > 1 and (exchange == "all_to_all" or (exchange == "all_gather" and rows * groups >= 16))
+    return tp == 1 and (cp == 1 or whole)
 
 
 def set_up():
@@ -88,6 +98,7 @@ def split_layer(layer, exchange, tp, cp, sp, R, V, regather=False):
         cp=1,
         tp=1,
         sequence_parallel=sp,
+        regather=regather,
     )
     torch.manual_seed(R + V)
     whole, _ = build(options, exchange, dims(1, 1))
@@ -97,7 +108,7 @@ def split_layer(layer, exchange, tp, cp, sp, R, V, regather=False):
         rates = torch.tensor([0.01, 2.0]).repeat(GROUPS * R)[: GROUPS * R]  # g about -0.01 and -2
         whole.decay.A_log.copy_(rates.log())
     options.tp, options.cp = tp, cp
-    split, _ = build(options, exchange, dims(tp, cp), whole.state_dict(), regather)
+    split, _ = build(options, exchange, dims(tp, cp), whole.state_dict())
     return whole, split
 
 
@@ -114,9 +125,10 @@ def local(x, tp, cp, sp, order):
 
 
 def positions_of(documents):
-    if documents == "one":
-        return torch.arange(LENGTH)[None]
-    return torch.cat([torch.arange(b - a) for a, b in zip(RAGGED, RAGGED[1:], strict=False)])[None]
+    rows = {"one": [[0, LENGTH]], "ragged": [RAGGED], "rows": [EDGES, SPANNING]}[documents]
+    return torch.stack(
+        [torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(offsets)]) for offsets in rows]
+    )
 
 
 def layouts(documents, tp, cp, order):
@@ -140,7 +152,7 @@ def errors(layer, case, regather=False):
     whole, split = split_layer(layer, exchange, tp, cp, sp, R, V, regather)
     sequence, shards = layouts(documents, tp, cp, order)
     torch.manual_seed(1)
-    x, d_out = torch.randn(2, 1, LENGTH, WIDTH)
+    x, d_out = torch.randn(2, *positions_of(documents).shape, WIDTH)
     x.requires_grad_()
     expected = whole(x, *whole.decay(), sequence=sequence)
     expected.backward(d_out)
@@ -172,7 +184,8 @@ def round_trip_of_tokens():
     """Token numbers through each exchange: in natural order after it, in place again on the way back."""
     set_up()
     wrong = []
-    for exchange, order, _, (tp, cp, sp), R, V in [c for c in CASES if c[2] == "ragged" and c[4:] == (2, 8)]:
+    cases = [case for case in CASES if case[0] != "state" and case[2] == "ragged" and case[4:] == (2, 8)]
+    for exchange, order, _, (tp, cp, sp), R, V in cases:
         _, split = split_layer("gated_delta_net", exchange, tp, cp, sp, R, V)
         _, shards = layouts("ragged", tp, cp, order)
         numbers = (
@@ -221,9 +234,16 @@ def traffic(layer):
 
     set_up()
     rows = []
-    for exchange, (tp, cp, sp) in itertools.product(("all_to_all", "all_gather"), MESHES):
-        if tp * cp != int(os.environ["WORLD_SIZE"]):
-            continue
+    meshes = [mesh for mesh in MESHES if mesh[0] * mesh[1] == int(os.environ["WORLD_SIZE"])]
+    without_tp = [mesh for mesh in meshes if mesh[0] == 1]
+    orders = ("contiguous", "headtail")
+    runs = [
+        *itertools.product(("all_to_all", "all_gather"), ("headtail",), (LENGTH,), meshes, (False,)),
+        *itertools.product(("state",), orders, (256,), meshes, (False,)),
+        *itertools.product(("state",), orders, (4096,), without_tp, (False,)),
+        *itertools.product(("all_gather", "state"), orders, (256,), without_tp, (True,)),
+    ]
+    for exchange, order, tokens, (tp, cp, sp), regather in runs:
         options = LayerOptions(
             layer=layer,
             dim=WIDTH,
@@ -232,15 +252,90 @@ def traffic(layer):
             key_dim=8,
             value_dim=12,
             gate_rank=RANK,
-            tokens=LENGTH,
+            tokens=tokens,
             batch=2,
+            order=order,
+            regather=regather,
             cp=cp,
             tp=tp,
             sequence_parallel=sp,
             repeats=1,
         )
-        rows.append(((exchange, tp, cp, sp), measure(options, exchange, True)))
+        rows.append((options, measure(options, exchange, True)))
     return rows
+
+
+def powers(layer):
+    """What the cases could see of a wrong transition.
+
+    Returns the number of segments and the 2-norms of this rank's inner ones' transitions (of the heads that
+    forget slowly), and by how much errors grow with transitions that are wrong.
+    """
+    from titan_gdn.parallel import state
+
+    set_up()
+    link, norms, case = state._Link, {}, ("state", "headtail", "one", (1, 4, False), 2, 12)
+
+    class Link(link):
+        """Looks at what is linked, or changes it."""
+
+        change = None
+
+        @staticmethod
+        def forward(ctx, summary, width, mesh, regather, gathered, goes_on, *rest):
+            b, M = summary.tensor_split([width], -1)
+            if Link.change is None:
+                for p, slow in zip(rest[-1].tolist(), torch.linalg.matrix_norm(M[:, ::2], 2), strict=True):
+                    norms[p, len(goes_on)] = slow.min().item()
+            elif Link.change != "untransposed in the backward":
+                M = {"transposed": M.mT, "zero": 0 * M, "identity": 0 * M + torch.eye(M.shape[-1])}[
+                    Link.change
+                ]
+            received = link.forward(
+                ctx, torch.cat([b, M], -1), width, mesh, regather, gathered, goes_on, *rest
+            )
+            if Link.change == "untransposed in the backward":
+                ctx.to_save = (ctx.to_save[0].mT, *ctx.to_save[1:])
+            return received
+
+    state._Link = Link
+    errors(layer, case)
+    errors(layer, (case[0], "contiguous", *case[2:]))
+    worst = {}
+    for Link.change in ("transposed", "zero", "identity", "untransposed in the backward"):
+        worst[Link.change] = max(errors(layer, case)[0].values())
+    return norms, worst
+
+
+def neighbours(layer):
+    """Where a document that changes, or is no number, changes another, or not every token of its own."""
+    set_up()
+    wrong = []
+    positions = positions_of("rows")
+    documents = (positions == 0).flatten().cumsum(0).view_as(positions)
+    for exchange, order in itertools.product(
+        ("all_to_all", "all_gather", "state"), ("contiguous", "headtail")
+    ):
+        _, split = split_layer(layer, exchange, 1, 4, False, 2, 12)
+        _, shards = layouts("rows", 1, 4, order)
+        torch.manual_seed(2)
+        x, d_out = torch.randn(2, *positions.shape, WIDTH)
+        mine = local(documents, 1, 4, False, order)
+
+        def results(x, d_out):
+            x = local(x, 1, 4, False, order).requires_grad_()  # noqa: B023
+            out = split(x, *split.decay(), sequence=shards)  # noqa: B023
+            out.backward(local(d_out, 1, 4, False, order))  # noqa: B023
+            return torch.cat([out.detach(), x.grad], -1)
+
+        plain = results(x, d_out)
+        for changed, by in itertools.product(documents[1].unique().tolist() + [9], (3.0, torch.nan)):
+            here = (documents == changed)[..., None]
+            others = results(torch.where(here, x + by, x), torch.where(here, d_out + by, d_out))
+            differs = (others != plain).any(-1)
+            if differs[mine != changed].any() or not differs[mine == changed].all():
+                wrong.append((exchange, order, changed, by))
+    return wrong
 
 
 def regathered():

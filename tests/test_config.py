@@ -33,6 +33,9 @@ class FakeModel:
         if 6 % config.parallelism.tensor_parallel_degree:
             raise ValueError(f"6 heads, tensor_parallel_degree {config.parallelism.tensor_parallel_degree}")
 
+    def check_device(self):
+        pass
+
 
 def tiny(
     *,

@@ -99,15 +99,18 @@ TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel
 HALF = ("--training.local_batch_size", "2")
 GATHER = ("--linear_attention.exchange", "all_gather")
 EXCHANGE = ("--linear_attention.exchange", "all_to_all")
+STATE = ("--linear_attention.exchange", "state")
 MESHES = {
     "fsdp 2": (2, *HALF),
     "tp 2": (2, TP, "2"),
     "tp 2 without sequence parallelism": (2, TP, "2", "--parallelism.no-enable_sequence_parallel"),
     "cp 2, all_to_all": (2, CP, "2", *EXCHANGE),
     "cp 2, all_gather": (2, CP, "2", *GATHER),
+    "cp 2, state": (2, CP, "2", *STATE),
     "cp 2, contiguous": (2, CP, "2", "--parallelism.context_parallel_load_balancer", "none"),
     "cp 2, tp 2, all_to_all": (4, CP, "2", TP, "2", *EXCHANGE),
     "cp 2, tp 2, all_gather": (4, CP, "2", TP, "2", *GATHER),
+    "cp 2, tp 2, state": (4, CP, "2", TP, "2", *STATE),
     "fsdp 2, tp 2": (4, TP, "2", *HALF),
     "fsdp 2, cp 2, tp 2": (8, CP, "2", TP, "2", *HALF),
 }
@@ -152,8 +155,8 @@ def test_the_published_order_of_layers_is_the_default():
 
 
 def test_heads_that_do_not_divide_are_refused_by_their_name():
-    argv = [CP, "2", TP, "4", "--model.overrides.n_linear_key_heads", "4"]
-    with pytest.raises(ConfigError, match="4 heads of Kimi Delta Attention do not divide"):
+    argv = [CP, "2", TP, "4", *EXCHANGE]
+    with pytest.raises(ConfigError, match="Kimi Delta Attention: the 4 key heads do not divide"):
         load_config(["--job.config_file", TOML, *argv], 8)
 
 

@@ -40,7 +40,7 @@ from titan_gdn.given import ConfigError, Given, converted, one_of, read
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.text_files import TextFilesDataLoader, list_files
 
-__all__ = ["ConfigError", "LinearAttentionConfig", "check", "load_config"]
+__all__ = ["ConfigError", "LinearAttentionConfig", "check", "check_run", "load_config"]
 
 _OURS = ("job", "model", "linear_attention")
 _SECTIONS = (
@@ -49,7 +49,7 @@ _SECTIONS = (
 ).split()
 _ALIASES = {"profiling": "profiler"}  # its name in TorchTitan 0.2, with the same keys
 
-_POLICIES = {
+POLICIES = {
     "none": NoneType,
     "selective": SelectiveAC.Config,
     "full": FullAC.Config,
@@ -69,7 +69,7 @@ _NARROWER: dict[str, Any] = {
 }
 
 
-def load_config(argv: list[str], world_size: int) -> Trainer.Config:
+def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.Config:
     """The configuration of a run, from `--job.config_file FILE.toml [--section.key value ...]`.
 
     The sections are `[job]` (`dump_folder`; `description`, a string for who reads the file, dropped here),
@@ -81,6 +81,7 @@ def load_config(argv: list[str], world_size: int) -> Trainer.Config:
     Args:
         argv: The command line without the program's name. `--help` prints the usage and exits.
         world_size: Number of ranks.
+        here: The run begins on this machine, which therefore has to have what it needs; else it is planned.
 
     Raises:
         ConfigError: The command line, the file, a name or a value is wrong, or they do not go together.
@@ -102,7 +103,7 @@ def load_config(argv: list[str], world_size: int) -> Trainer.Config:
         changes[field] = _configured(getattr(config, field), table)
     config = _built(root, replace, config, **changes)
     try:
-        check(config, world_size)
+        (check if here else check_run)(config, world_size)
     except ConfigError as error:
         raise root.error(str(error)) from error
     return config
@@ -194,7 +195,7 @@ def _activation_checkpoint(
     current: ActivationCheckpointing.Config | None, table: Given
 ) -> ActivationCheckpointing.Config | None:
     if mode := table.table.get("mode"):
-        policy = _POLICIES[converted(mode, Literal[tuple(_POLICIES)])]
+        policy = POLICIES[converted(mode, Literal[tuple(POLICIES)])]
         current = current if isinstance(current, policy) else policy()
     if current is not None:
         return _replaced(current, table, handled=["mode"])
@@ -293,31 +294,39 @@ def _without_tensors(annotation: Any) -> Any:
 
 
 def check(config: Trainer.Config, world_size: int) -> None:
-    """Checks what can be known before a run begins, the model's own conditions among it.
+    """Checks what can be known before a run begins on this machine.
 
     Raises:
-        ConfigError: The degrees do not make `world_size`, a batch or a sequence does not divide, a folder or
-            data is not there, or something is not supported (yet).
+        ConfigError: As `check_run`; also a folder or data is not there, or this machine cannot run it.
     """
     if config.comm.mode == "fake_backend":  # TorchTitan's dry run: one process stands for so many ranks
         world_size = int(os.environ.get("NGPU", world_size))
-    _check_degrees(config.parallelism, world_size)
-    _check_sizes(config, world_size)
-    backend, backends = config.compile.backend, torch._dynamo.list_backends(exclude_tags=())
-    if config.compile.enable and backend not in backends:
-        raise ConfigError(f'[compile] backend = "{backend}" is unknown.{one_of(backend, backends)}')
+    check_run(config, world_size)
     _check_device(config)
-    if config.checkpoint.create_seed_checkpoint and not (config.checkpoint.enable and world_size == 1):
-        raise ConfigError("[checkpoint] create_seed_checkpoint needs enable = true, and one rank")
     _check_tokenizer(config)
     _check_weights(config)
     _check_data("dataloader", config.dataloader)
     if config.validator.enable:
         _check_data("validator.dataloader", config.validator.dataloader)
-    try:
-        config.model_spec.model.check(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+
+
+def check_run(config: Trainer.Config, world_size: int) -> None:
+    """Checks a run in itself, wherever it will be, the model's own conditions among it.
+
+    Raises:
+        ConfigError: The degrees do not make `world_size`, a batch or a sequence does not divide, or
+            something is not supported (yet).
+    """
+    _check_degrees(config.parallelism, world_size)
+    _check_sizes(config, world_size)
+    backend, backends = config.compile.backend, torch._dynamo.list_backends(exclude_tags=())
+    if config.compile.enable and backend not in backends:
+        raise ConfigError(f'[compile] backend = "{backend}" is unknown.{one_of(backend, backends)}')
+    if config.debug.spmd_typechecking:
+        raise ConfigError("[debug] spmd_typechecking is not supported: the layers' exchanges are not typed")
+    if config.checkpoint.create_seed_checkpoint and not (config.checkpoint.enable and world_size == 1):
+        raise ConfigError("[checkpoint] create_seed_checkpoint needs enable = true, and one rank")
+    _check_model(config.model_spec.model.check, config)
     # The loss takes the sequence in chunks, so that not all logits exist at once.
     chunks = getattr(config.loss, "num_chunks", 1) * config.parallelism.context_parallel_degree
     if config.training.seq_len % chunks:
@@ -327,10 +336,17 @@ def check(config: Trainer.Config, world_size: int) -> None:
         )
 
 
+def _check_model(check: Callable[..., None], *args: Trainer.Config) -> None:
+    """One of the model's own checks."""
+    try:
+        check(*args)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _check_device(config: Trainer.Config) -> None:
-    """What this machine, or the layers, cannot do."""
-    if config.debug.spmd_typechecking:
-        raise ConfigError("[debug] spmd_typechecking is not supported: the layers' exchanges are not typed")
+    """What this machine cannot do."""
+    _check_model(config.model_spec.model.check_device)
     if device_type != "cpu":
         return
     if config.training.enable_cpu_offload:

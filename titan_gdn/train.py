@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     Args:
         argv: the command line, `sys.argv[1:]` by default.
     """
-    _silence_libraries()
+    silence_libraries()
     for name, value in _ONE_RANK.items():
         os.environ.setdefault(name, value)
     cpu.enable()
@@ -75,7 +75,7 @@ def _run(config: "Trainer.Config") -> None:  # noqa: F821 (imported late, see ab
     logger.info(f"Outputs are in {os.path.abspath(config.dump_folder)}")
 
 
-def _silence_libraries() -> None:
+def silence_libraries() -> None:
     """Hush what libraries say about each other at import and on CPUs; errors still show."""
     warnings.filterwarnings("ignore", module=r"(torch|torchao|torchdata|torchtitan|triton|spmd_types)(\.|$)")
     # torchao registers its enums in a way that torch deprecates, on every rank.

@@ -10,8 +10,10 @@ import resource
 import socket
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,9 +30,9 @@ from titan_gdn.layers.linear_attention import LinearAttention, LinearAttentionCo
 from titan_gdn.models.hybrid.sharding import set_linear_attention
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
-from titan_gdn.parallel.exchange import ExchangeName
+from titan_gdn.parallel.exchange import Exchange, ExchangeName
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout, shard_order
-from titan_gdn.parallel.traffic import LayerShape, elements_in, elements_out
+from titan_gdn.parallel.traffic import LayerShape, Split, traffic
 
 MODELS = {"gated_delta_net": qwen3_next, "kimi_delta_attention": kimi_linear}
 
@@ -40,7 +42,6 @@ def build(
     exchange: ExchangeName,
     parallel_dims: ParallelDims,
     weights: dict[str, torch.Tensor] | None = None,
-    regather: bool = False,
 ) -> tuple[LinearAttention, LayerShape]:
     """The layer and its shape, split over the mesh of `parallel_dims` (backend "partial_dtensor")."""
     own = {"linear_gate_rank": options.gate_rank} if options.layer == "kimi_delta_attention" else {}
@@ -56,7 +57,7 @@ def build(
         **own,
     )
     config = model.linear_layers()[0]
-    config.run = LinearAttentionConfig(kernel=options.kernel, exchange=exchange, regather=regather)
+    config.run = LinearAttentionConfig(kernel=options.kernel, exchange=exchange, regather=options.regather)
     sharded = options.sequence_parallel and options.tp > 1
     set_linear_attention(config, sharded)
     with torch.device(device_type):
@@ -74,9 +75,23 @@ def build(
     return layer, config.shape()
 
 
-def measure(options: LayerOptions, exchange: ExchangeName, computes: bool) -> dict[str, Any]:
-    """Run the layer on this rank, or of it the exchange alone; figures of this rank."""
-    parallel_dims = ParallelDims(
+class Prepared(NamedTuple):
+    """A layer under an exchange, ready to run on this rank.
+
+    Attributes:
+        forward: runs it on hidden states of its own, to an output that has a gradient.
+        shape: the layer.
+        split: how its batch lies on the ranks.
+    """
+
+    forward: Callable[[], torch.Tensor]
+    shape: LayerShape
+    split: Split
+
+
+def mesh_of(options: LayerOptions) -> ParallelDims:
+    """The CP and TP sub-meshes of the ranks that have been started."""
+    return ParallelDims(
         dp_replicate=1,
         dp_shard=1,
         cp=options.cp,
@@ -86,10 +101,25 @@ def measure(options: LayerOptions, exchange: ExchangeName, computes: bool) -> di
         world_size=options.cp * options.tp,
         spmd_backend="partial_dtensor",
     )
+
+
+def prepare(
+    options: LayerOptions, exchange: ExchangeName, computes: bool, parallel_dims: ParallelDims
+) -> Prepared:
+    """Build the layer, or of it the exchange alone, and a batch of one document a row."""
     layer, shape = build(options, exchange, parallel_dims)
-    sharded = options.sequence_parallel and options.tp > 1
-    split = options.cp * (options.tp if sharded else 1)
-    x = torch.randn(options.batch, options.tokens // split, options.dim, device=device_type)
+    split = Split(
+        options.batch,
+        options.tokens,
+        options.cp,
+        options.tp,
+        options.sequence_parallel,
+        options.order,
+        getattr(torch, options.dtype).itemsize,
+        options.regather,
+    )
+    rows = split.tokens_between_layers // options.batch
+    x = torch.randn(options.batch, rows, options.dim, device=device_type)
     x = x.to(getattr(torch, options.dtype)).requires_grad_()
     context, mine = None, torch.arange(options.tokens)
     if options.cp > 1:
@@ -106,55 +136,95 @@ def measure(options: LayerOptions, exchange: ExchangeName, computes: bool) -> di
         # The output may still be under way: an operation on it waits.
         return out.to_local() * 1 if isinstance(out, DTensor) else out
 
-    def only_exchange() -> torch.Tensor:
-        groups, width = options.key_heads // options.tp, shape.exchanged // options.key_heads
+    only_exchange = partial(_only_exchange, layer.exchange, shape, options, x, sequence)
+    return Prepared(whole_layer if computes else only_exchange, shape, split)
 
-        def project(x: torch.Tensor, run: slice) -> torch.Tensor:
-            return x[..., None, :1].expand(-1, -1, run.stop - run.start, width).contiguous()
 
-        def bottleneck(x: torch.Tensor) -> torch.Tensor | None:
-            return x[..., : shape.bottleneck].contiguous() if shape.bottleneck else None
+def run_once(forward: Callable[[], torch.Tensor]) -> tuple[float, float]:
+    """Seconds of a forward and of its backward, begun by all ranks together."""
+    dist.barrier()
+    begin = _now()
+    out = forward()
+    middle = _now()
+    out.backward(torch.ones_like(out))
+    return middle - begin, _now() - middle
 
-        y, narrow, _ = layer.exchange.to_heads(x, project, bottleneck, groups, sequence)
-        y = y if narrow is None else y + narrow.sum(-1)[..., None, None]  # so that it has a gradient
-        return layer.exchange.to_tokens(y[..., : shape.output // options.key_heads].contiguous(), sequence)
 
-    forward = whole_layer if computes else only_exchange
-
+def measure(options: LayerOptions, exchange: ExchangeName, computes: bool) -> dict[str, Any]:
+    """Run the layer on this rank, or of it the exchange alone; figures of this rank."""
+    parallel_dims = mesh_of(options)
+    forward, shape, split = prepare(options, exchange, computes, parallel_dims)
     with BytesSent() as sent_forward:
         out = forward()
     with BytesSent() as sent_backward:
         out.backward(torch.ones_like(out))
-    times = {"forward": [], "backward": []}
-    for _ in range(options.repeats):
-        dist.barrier()
-        begin = _now()
-        out = forward()
-        middle = _now()
-        out.backward(torch.ones_like(out))
-        times["forward"].append(middle - begin)
-        times["backward"].append(_now() - middle)
+    del out
+    times = zip(*(run_once(forward) for _ in range(options.repeats)), strict=True)
     axes = {
         parallel_dims.get_mesh(a).get_group().group_name: a for a in ("cp", "tp") if getattr(options, a) > 1
     }
-    size, tokens = x.element_size(), options.batch * options.tokens
+    formula = traffic(exchange, shape, split)
     return {
         "exchange": exchange,
-        **{f"{way} (s)": statistics.median(seconds) for way, seconds in times.items()},
+        **{
+            f"{way} (s)": statistics.median(seconds)
+            for way, seconds in zip(("forward", "backward"), times, strict=True)
+        },
         "peak memory (MiB)": _peak_memory() / 2**20,
         **{
             f"{axis} {way} (bytes)": sum(sent.bytes[group] for group, name in axes.items() if name == axis)
             for axis in ("cp", "tp")
             for way, sent in (("forward", sent_forward), ("backward", sent_backward))
         },
-        "cp formula (bytes)": size
-        * (
-            elements_in(exchange, shape, tokens, options.cp, options.tp, sharded)
-            + elements_out(shape, tokens, options.cp, options.tp)
-        )
-        if options.cp > 1
-        else 0,
+        "cp forward, formula": formula.forward.cp_bytes,
+        "cp backward, formula": formula.backward.cp_bytes,
     }
+
+
+def _only_exchange(
+    exchange: Exchange,
+    shape: LayerShape,
+    options: LayerOptions,
+    x: torch.Tensor,
+    sequence: SequenceLayout,
+) -> torch.Tensor:
+    """What crosses, and no more: what is computed of it has the right shapes and a gradient."""
+    groups, R, K = options.key_heads // options.tp, options.value_heads // options.key_heads, options.key_dim
+
+    def project(x: torch.Tensor, run: slice) -> torch.Tensor:
+        width = shape.exchanged // options.key_heads
+        return x[..., None, :1].expand(-1, -1, run.stop - run.start, width).contiguous()
+
+    def bottleneck(x: torch.Tensor) -> torch.Tensor | None:
+        return x[..., : shape.bottleneck].contiguous() if shape.bottleneck else None
+
+    def convolution(x: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def rule(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        *,
+        cu_seqlens: torch.Tensor,
+        cu_seqlens_cpu: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = torch.zeros(len(cu_seqlens) - 1, v.shape[2], K, v.shape[3], device=v.device)
+        out = v if initial_state is None else v + initial_state.mean()
+        return out, states + v.float().mean() if output_final_state else states
+
+    y, narrow, _ = exchange.to_heads(x, project, bottleneck, groups, sequence)
+    y = y if narrow is None else y + narrow.sum(-1)[..., None, None]
+    rows = y[..., : 2 * K + R * options.value_dim].flatten(0, 1).unsqueeze(0)
+    rows = exchange.convolve(convolution, rows.flatten(2), shape.kernel_size - 1, sequence).view(rows.shape)
+    q, k, v = rows.split([K, K, R * options.value_dim], -1)
+    v = v.reshape(1, v.shape[1], -1, options.value_dim)
+    out = exchange.recur(rule, q, k, v, v[..., 0], v[..., 0], sequence)
+    return exchange.to_tokens(out.view(*y.shape[:2], *out.shape[2:]), sequence)
 
 
 def _now() -> float:

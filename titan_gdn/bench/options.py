@@ -103,6 +103,8 @@ class LayerOptions:
     kernel: Backend = "auto"
     exchanges: tuple[ExchangeName, ...] = field(default_factory=lambda: get_args(ExchangeName))
     """Which exchanges to run, one after the other."""
+    regather: bool = False
+    """Gather again in the backward instead of keeping what was gathered, see `[linear_attention]`."""
     repeats: int = 5
     """Timed forwards and backwards, after one that is not; medians are printed."""
     json: str | None = None
@@ -115,9 +117,12 @@ class LayerOptions:
             ValueError: see `_check`; or heads and tokens that the ranks do not divide.
         """
         _check(self, ("tokens", "dim", "gate_rank", "cp", "tp"), {"json": ""})
-        if self.key_heads % (self.tp * self.cp):
+        if self.key_heads % self.tp:
+            raise ValueError(f"--key-heads {self.key_heads} do not divide by --tp {self.tp}")
+        if self.key_heads % (self.tp * self.cp) and self.exchanges != ("state",):
             raise ValueError(
-                f"--key-heads {self.key_heads} do not divide by --tp {self.tp} times --cp {self.cp}"
+                f"--key-heads {self.key_heads} do not divide by --tp {self.tp} times --cp {self.cp}, as they "
+                "need not with --exchanges state"
             )
         shards = 2 * self.cp * (self.tp if self.sequence_parallel else 1)
         if self.tokens % shards:

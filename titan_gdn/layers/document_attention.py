@@ -9,7 +9,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.protocols.module import Module
 
 from titan_gdn.ops import document_attention
-from titan_gdn.parallel.exchange import gather_sequence, reorder
+from titan_gdn.parallel.collectives import gather_sequence, reorder
 from titan_gdn.parallel.sequence import SequenceLayout
 
 

@@ -16,7 +16,7 @@ from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
 
 from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
 from titan_gdn.layers.local import apply
-from titan_gdn.parallel.exchange import gather_all, gather_sequence, in_shards
+from titan_gdn.parallel.collectives import gather_all, gather_sequence, in_shards
 from titan_gdn.parallel.sequence import SequenceLayout
 
 

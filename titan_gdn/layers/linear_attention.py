@@ -9,6 +9,7 @@ rank's, W the rows of a group, N value heads, K and V head widths, C conv kernel
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from titan_gdn.layers.local import apply, local
 from titan_gdn.layers.norms import GatedRMSNorm
 from titan_gdn.ops import causal_conv1d
 from titan_gdn.ops.backends import Backend
+from titan_gdn.parallel.cost import Machine
 from titan_gdn.parallel.exchange import Exchange, NoExchange, make_exchange
 from titan_gdn.parallel.sequence import SequenceLayout
 
@@ -33,11 +35,17 @@ class LinearAttentionConfig:
     """Backend of the convolution and the rule: FLA's Triton kernels, PyTorch, or "auto": FLA where it
     runs, PyTorch elsewhere."""
 
-    exchange: Literal["auto", "all_to_all", "all_gather"] = "auto"
-    """How context parallelism brings all tokens of a head together; "auto": the fewer bytes, see the log."""
+    exchange: Literal["auto", "all_to_all", "all_gather", "state"] = "auto"
+    """What crosses between the ranks of context parallelism: "all_to_all" exchanges projected tokens for
+    heads, "all_gather" gathers hidden states, "state" hands the recurrent state on; "auto": what takes the
+    least time on `machine`, see the log."""
 
     regather: bool = False
-    """With "all_gather" and no activation checkpointing: gather hidden states again in the backward."""
+    """Without activation checkpointing, save memory by communicating again in the backward: with
+    "all_gather" hidden states are gathered again, with "state" the segments' transitions."""
+
+    machine: Machine = Machine()
+    """What "auto" chooses for."""
 
     lower_bound: float | None = None
     """Of Kimi Delta Attention's log decay, as GLM-5.3-Flash bounds it at -5; none: unbounded."""
@@ -212,27 +220,19 @@ class LinearAttention(Module):
         heads: slice,
         sequence: SequenceLayout,
     ) -> Tensor:
-        """Convolution, gates and rule of some groups, all tokens in natural order, to `[B, T, N, V]`."""
+        """Convolution, gates and rule of some groups and the tokens that run here, to `[B, T, N, V]`."""
         batch, length = y_BTgW.shape[:2]
         width, K, V = conv_gWC.shape[1], self.key_head_dim, self.value_head_dim
         # The kernels take packed documents as one row.
         qkv_1TgW, gates_1TgE = y_BTgW.flatten(0, 1).unsqueeze(0).split([width, y_BTgW.shape[-1] - width], -1)
-        documents = {
-            "cu_seqlens": sequence.cu_seqlens,
-            "cu_seqlens_cpu": sequence.cu_seqlens_cpu,
-            "backend": self.run.kernel,
-        }
-        qkv_1TgW = causal_conv1d(qkv_1TgW.flatten(2), conv_gWC.flatten(0, 1), **documents)
+        convolution = partial(causal_conv1d, weight=conv_gWC.flatten(0, 1), backend=self.run.kernel)
+        reach = conv_gWC.shape[2] - 1
+        qkv_1TgW = self.exchange.convolve(convolution, qkv_1TgW.flatten(2), reach, sequence)
         qkv_1TgW = qkv_1TgW.unflatten(-1, (-1, width))
         q, k, v = qkv_1TgW.split([K, K, width - 2 * K], -1)
         v_1TNV = v.unflatten(-1, (-1, V)).flatten(2, 3)
         narrow_1Tr = None if narrow_BTr is None else narrow_BTr.flatten(0, 1).unsqueeze(0)
-        out_1TNV, _ = self.rule(
-            q,
-            k,
-            v_1TNV,
-            *self.gates(gates_1TgE, narrow_1Tr, rate_N, dt_bias_N, heads),
-            use_qk_l2norm_in_kernel=True,
-            **documents,
-        )
+        g, beta = self.gates(gates_1TgE, narrow_1Tr, rate_N, dt_bias_N, heads)
+        rule = partial(self.rule, use_qk_l2norm_in_kernel=True, backend=self.run.kernel)
+        out_1TNV = self.exchange.recur(rule, q, k, v_1TNV, g, beta, sequence)
         return out_1TNV.reshape(batch, length, -1, V)

@@ -1,13 +1,17 @@
-"""How a head-parallel layer comes by all tokens of some heads, and its tokens by all heads.
+"""How a layer with a state runs over documents whose tokens are spread over ranks.
 
-A layer says how it projects and how many head groups it has, never which collective runs:
+Either a rank comes by all tokens of some heads, and afterwards its tokens by all heads; or it keeps its
+tokens, and the state is handed on (`titan_gdn.parallel.state`). A layer says how it projects, convolves and
+recurs and how many head groups it has, never which collective runs:
 
-    y, narrow, home = exchange.to_heads(x, project, bottleneck, groups, sequence)  # all tokens, own groups
-    out = exchange.to_tokens(rule(y, narrow), sequence)                            # own tokens, all groups
+    y, narrow, home = exchange.to_heads(x, project, bottleneck, groups, sequence)
+    y = exchange.convolve(convolution, y, reach, sequence)
+    out = exchange.to_tokens(exchange.recur(rule, *of(y, narrow), sequence), sequence)
 
-Shape suffixes: B batch, T all tokens, L tokens of this CP rank, S of them this TP rank's (L without
-sequence parallelism), D model width, G head groups of this TP rank, g of this CP rank, W group width, r
-width of what is needed of every token whatever the head.
+Shape suffixes: B batch, T all tokens, L tokens of this CP rank, t those whose heads a rank runs (T, or L
+where the state is handed on), S of L this TP rank's (L without sequence parallelism), D model width, G head
+groups of this TP rank, g those that run here, W group width, r width of what is needed of every token
+whatever the head, N value heads that run here.
 """
 
 from collections.abc import Callable
@@ -15,10 +19,11 @@ from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from titan_gdn.parallel.collectives import exchange, gather_all, gather_sequence, in_order, reorder
 from titan_gdn.parallel.sequence import SequenceLayout
+from titan_gdn.parallel.state import HandOnState
 
 Project = Callable[[Tensor, slice], Tensor]
 """`[B, tokens, D]` hidden states and a run of groups to `[B, tokens, groups, W]`."""
@@ -26,11 +31,17 @@ Project = Callable[[Tensor, slice], Tensor]
 Bottleneck = Callable[[Tensor], Tensor | None]
 """`[B, tokens, D]` hidden states to what the rule needs whatever the head, `[B, tokens, r]`, or None."""
 
-ExchangeName = Literal["all_to_all", "all_gather"]
+Convolution = Callable[..., Tensor]
+"""`causal_conv1d` of `[1, n, W]` with its keywords `cu_seqlens` and `cu_seqlens_cpu` left open."""
+
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+"""One of the chunked rules of `titan_gdn.ops` with its states and offsets left open."""
+
+ExchangeName = Literal["all_to_all", "all_gather", "state"]
 
 
 class Exchange(Protocol):
-    """What a head-parallel layer needs to know of context parallelism."""
+    """What a layer with a state needs to know of context parallelism."""
 
     def groups(self, groups: int) -> slice:
         """The run of this TP rank's `groups` head groups whose rule runs here."""
@@ -38,7 +49,7 @@ class Exchange(Protocol):
     def to_heads(
         self, x: Tensor, project: Project, bottleneck: Bottleneck, groups: int, sequence: SequenceLayout
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Projections of all tokens.
+        """Projections of the tokens that run here.
 
         Args:
             x: hidden states as they are between layers, `[B, S, D]`.
@@ -48,15 +59,40 @@ class Exchange(Protocol):
             sequence: the order of the shards.
 
         Returns:
-            `[B, T, g, W]` and `[B, T, r]` in natural order, and the hidden states `[B, L, D]` of this rank's
-            tokens.
+            `[B, t, g, W]` and `[B, t, r]`, in natural order if these are all tokens, and the hidden states
+            `[B, L, D]` of this rank's tokens.
         """
 
+    def convolve(self, convolution: Convolution, x: Tensor, reach: int, sequence: SequenceLayout) -> Tensor:
+        """The convolution of every document, `[1, B * t, g * W]`; it looks `reach` tokens back."""
+
+    def recur(
+        self, rule: Rule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sequence: SequenceLayout
+    ) -> Tensor:
+        """The rule over every document, of `[1, B * t, ...]` to `[1, B * t, N, V]`."""
+
     def to_tokens(self, out: Tensor, sequence: SequenceLayout) -> Tensor:
-        """The rule's output `[B, T, g * n, V]` in natural order to this rank's tokens `[B, L, G * n, V]`."""
+        """The rule's output `[B, t, N, V]` to this rank's tokens of all heads, `[B, L, G * R, V]`."""
 
 
-class NoExchange:
+class _AllTokens:
+    """What all exchanges share after which a rank has all tokens of its heads: documents are whole."""
+
+    def convolve(self, convolution: Convolution, x: Tensor, reach: int, sequence: SequenceLayout) -> Tensor:
+        """Nothing else than that."""
+        return convolution(x, cu_seqlens=sequence.cu_seqlens, cu_seqlens_cpu=sequence.cu_seqlens_cpu)
+
+    def recur(
+        self, rule: Rule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sequence: SequenceLayout
+    ) -> Tensor:
+        """Nothing else than that."""
+        out, _ = rule(
+            q, k, v, g, beta, cu_seqlens=sequence.cu_seqlens, cu_seqlens_cpu=sequence.cu_seqlens_cpu
+        )
+        return out
+
+
+class NoExchange(_AllTokens):
     """Without context parallelism every rank has all tokens.
 
     Args:
@@ -82,7 +118,7 @@ class NoExchange:
         return out
 
 
-class AllToAll:
+class AllToAll(_AllTokens):
     """Project this rank's tokens, then exchange tokens for heads; the same back (Megatron-core's scheme).
 
     Args:
@@ -117,7 +153,7 @@ class AllToAll:
         return exchange(reorder(out, sequence.to_shards), self.mesh, 2, 1)
 
 
-class AllGather:
+class AllGather(_AllTokens):
     """Gather the hidden states, then project this rank's heads only (SkyRL's scheme); back as `AllToAll`.
 
     Args:
@@ -171,10 +207,10 @@ def make_exchange(
     """The exchange of a name.
 
     Args:
-        name: "all_to_all" or "all_gather".
+        name: "all_to_all", "all_gather" or "state".
         mesh: the CP sub-mesh, None without context parallelism.
         tp_mesh: the TP sub-mesh under sequence parallelism, else None.
-        regather: see `AllGather`.
+        regather: see `AllGather` and `HandOnState`.
 
     Raises:
         ValueError: an unknown name, or "auto", which a model replaces when it is configured.
@@ -185,6 +221,8 @@ def make_exchange(
         return AllToAll(mesh, tp_mesh)
     if name == "all_gather":
         return AllGather(mesh, tp_mesh, regather)
+    if name == "state":
+        return HandOnState(mesh, tp_mesh, regather)
     raise ValueError(f"exchange {name!r} is unknown; possible are {', '.join(get_args(ExchangeName))}")
 
 
@@ -192,45 +230,3 @@ def share(groups: int, mesh: DeviceMesh) -> slice:
     """The run of head groups that this rank of `mesh` owns."""
     count = groups // mesh.size()
     return slice(mesh.get_local_rank() * count, (mesh.get_local_rank() + 1) * count)
-
-
-def exchange(x: Tensor, mesh: DeviceMesh, src: int, dst: int) -> Tensor:
-    """One all-to-all: `x` is a shard of dimension `src`, the result one of `dst`."""
-    return (
-        DTensor.from_local(x, mesh, [Shard(src)], run_check=False)
-        .redistribute(placements=[Shard(dst)])
-        .to_local()
-    )
-
-
-def gather_sequence(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """All ranks' tokens `[B, n * tokens, ...]`. Each rank uses them differently: gradients are summed."""
-    if mesh is None:
-        return x
-    whole = DTensor.from_local(x, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[Partial()])
-
-
-def gather_all(x: Tensor, mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> Tensor:
-    """All tokens of what lies as hidden states do between layers; rows stand `[tp][cp][tokens]`.
-
-    Over CP first, so that over CP go `1/tp` of the bytes, then over TP.
-    """
-    return gather_sequence(gather_sequence(x, mesh), tp_mesh)
-
-
-def in_shards(x: Tensor, mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> Tensor:
-    """Put what `gather_all` gathered, or was made of it, in the order of CP shards, `[cp][tp][tokens]`."""
-    if mesh is None or tp_mesh is None:
-        return x
-    return x.unflatten(1, (tp_mesh.size(), mesh.size(), -1)).transpose(1, 2).flatten(1, 3)
-
-
-def in_order(x: Tensor, mesh: DeviceMesh, tp_mesh: DeviceMesh | None, sequence: SequenceLayout) -> Tensor:
-    """The same in the natural order."""
-    return reorder(in_shards(x, mesh, tp_mesh), sequence.from_shards)
-
-
-def reorder(x: Tensor, index: Tensor | None) -> Tensor:
-    """Rows of dimension 1 by `index`; None leaves them."""
-    return x if index is None else x.index_select(1, index)

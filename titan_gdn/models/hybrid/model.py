@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import FeedForward
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention, FlexAttention
 from torchtitan.models.common.decoder import Decoder
@@ -21,13 +22,15 @@ from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.linear_attention import Decay, LinearAttention
 from titan_gdn.ops.backends import why_not_fla
+from titan_gdn.parallel.cost import Choice, choose
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
-from titan_gdn.parallel.traffic import choose
+from titan_gdn.parallel.traffic import Split, impossible
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 _LOWEST = -torch.finfo(torch.float32).max
+NAMES = {GatedDeltaNet.Config: "Gated DeltaNet", KimiDeltaAttention.Config: "Kimi Delta Attention"}
 
 
 class HybridBlock(Module):
@@ -93,20 +96,20 @@ class HybridModel(Decoder):
             """The linear attention layers in order."""
             return [layer.linear_attention for layer in self.layers if layer.linear_attention is not None]
 
+        def linear_kinds(self) -> list[LinearAttention.Config]:
+            """One linear attention layer of each class; those of a class are alike."""
+            return list({type(layer): layer for layer in reversed(self.linear_layers())}.values())
+
         def check(self, config: "Trainer.Config") -> None:
             """Refuse the run that cannot be, before anything is built.
 
             Raises:
-                ValueError: heads that TP or CP does not divide, a length that they do not, or kernels that do
-                    not run here.
+                ValueError: heads that TP does not divide, a length that TP and CP do not, or an exchange
+                    that cannot be.
             """
             self._check_widths(config.parallelism)
             self._check_length(config.parallelism, config.training.seq_len)
-            kernel = next((layer.run.kernel for layer in self.linear_layers()), "auto")
-            if kernel == "fla" and (reason := why_not_fla(torch.device(device_type))):
-                raise ValueError(
-                    f"linear_attention.kernel = 'fla': {reason} Possible here are 'auto' and 'torch'."
-                )
+            self._check_exchange(config)
             for layer in self.linear_layers():
                 if layer.run.lower_bound is not None and not isinstance(layer, KimiDeltaAttention.Config):
                     raise ValueError(
@@ -126,13 +129,25 @@ class HybridModel(Decoder):
                     "torch.compile does not trace grouped products in float32"
                 )
 
+        def check_device(self) -> None:
+            """Refuse kernels that do not run on TorchTitan's device here; a plan is made for another machine.
+
+            Raises:
+                ValueError: says why, and what is possible.
+            """
+            kernel = next((layer.run.kernel for layer in self.linear_layers()), "auto")
+            if kernel == "fla" and (reason := why_not_fla(torch.device(device_type))):
+                raise ValueError(
+                    f"linear_attention.kernel = 'fla': {reason} Possible here are 'auto' and 'torch'."
+                )
+
         def _check_widths(self, parallelism: ParallelismConfig) -> None:
-            """What TP and CP divide."""
-            tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+            """What TP divides."""
+            tp = parallelism.tensor_parallel_degree
             linear = next(iter(self.linear_layers()), None)
             split = {"rows of the vocabulary": self.vocab_size}
             if linear:
-                split[_linear_heads(linear)] = linear.n_key_heads
+                split[f"key heads of {NAMES[type(linear)]}"] = linear.n_key_heads
             if self.first_attention:
                 split["query heads of the full attention"] = self.first_attention.n_heads
             for layer in self.layers:
@@ -143,12 +158,6 @@ class HybridModel(Decoder):
                         f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; "
                         f"possible are {_divisors(list(split.values()))}"
                     )
-            if linear and linear.n_key_heads % (tp * cp):
-                raise ValueError(
-                    f"the {linear.n_key_heads} {_linear_heads(linear)} do not divide by "
-                    f"parallelism.tensor_parallel_degree = {tp} times context_parallel_degree = {cp}; with "
-                    f"this tp, cp may be {_divisors([linear.n_key_heads // tp])}, whichever the exchange"
-                )
 
         def _check_length(self, parallelism: ParallelismConfig, seq_len: int) -> None:
             tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
@@ -166,6 +175,16 @@ class HybridModel(Decoder):
                     f"{128 * cp}, which FlexAttention's blocks need"
                 )
 
+        def _check_exchange(self, config: "Trainer.Config") -> None:
+            """Whether the exchange of each kind of layer can be; of "auto", whether any can."""
+            for layer in self.linear_kinds():
+                exchange = layer.run.exchange
+                if exchange == "auto":
+                    self.choice(layer, config)
+                elif reason := impossible(exchange, layer.shape(), split_of(layer, config)):
+                    name = NAMES[type(layer)]
+                    raise ValueError(f'linear_attention.exchange = "{exchange}" of {name}: {reason}')
+
         def update_from_config(self, *, config: "Trainer.Config", **kwargs: object) -> None:
             """Complete the configuration with what the run says (called by TorchTitan's trainer).
 
@@ -173,7 +192,8 @@ class HybridModel(Decoder):
             """
             parallelism = config.parallelism
             self.check(config)
-            self._choose_exchange(parallelism)
+            self.check_device()
+            self._choose_exchange(config)
             for layer in self.layers:
                 if (rope := getattr(layer.attention, "rope", None)) is not None:
                     layer.attention.rope = replace(rope, max_seq_len=config.training.seq_len)
@@ -195,17 +215,31 @@ class HybridModel(Decoder):
             """
             raise NotImplementedError
 
-        def _choose_exchange(self, parallelism: ParallelismConfig) -> None:
-            """Replace "auto" by the exchange that sends less."""
-            cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-            chosen = None
-            for layer in self.linear_layers():
-                if cp > 1 and layer.run.exchange == "auto":
-                    chosen = choose(layer.shape(), cp, tp, parallelism.enable_sequence_parallel)
-                    layer.run = replace(layer.run, exchange=chosen[0])
-            if chosen:
+        def choice(self, layer: LinearAttention.Config, config: "Trainer.Config") -> Choice:
+            """The exchange that "auto" is for the layers of this kind.
+
+            Raises:
+                ValueError: none is possible.
+            """
+            alike = sum(type(other) is type(layer) for other in self.linear_layers())
+            split = split_of(layer, config)
+            return choose(layer.shape(), split, layer.run.machine, recomputes(config), alike)
+
+        def _choose_exchange(self, config: "Trainer.Config") -> None:
+            """Replace "auto" by the exchange that takes the least time, for each kind of layer."""
+            parallelism = config.parallelism
+            if parallelism.context_parallel_degree == 1:
+                return
+            for kind in self.linear_kinds():
+                if kind.run.exchange != "auto":
+                    continue
+                choice = self.choice(kind, config)
+                for layer in self.linear_layers():
+                    if type(layer) is type(kind):
+                        layer.run = replace(layer.run, exchange=choice.name)
                 logger.info(
-                    f"Exchange of the linear attention at CP {cp}, TP {tp}: {chosen[0]} ({chosen[1]})"
+                    f"Exchange of {NAMES[type(kind)]} at CP {parallelism.context_parallel_degree}, "
+                    f"TP {parallelism.tensor_parallel_degree}: {choice.name} ({choice.reason})"
                 )
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -260,13 +294,28 @@ class HybridModel(Decoder):
         return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
 
 
-def _linear_heads(layer: LinearAttention.Config) -> str:
-    """What TP and CP divide in a linear attention layer, in the words of its authors."""
-    names = {
-        GatedDeltaNet.Config: "key heads of Gated DeltaNet",
-        KimiDeltaAttention.Config: "heads of Kimi Delta Attention",
-    }
-    return names[type(layer)]
+def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Split:
+    """How a forward's batch lies on the ranks of a run, for the traffic model."""
+    parallelism, training = config.parallelism, config.training
+    return Split(
+        batch=training.local_batch_size,
+        length=training.seq_len,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        sequence_parallel=parallelism.enable_sequence_parallel,
+        order=parallelism.context_parallel_load_balancer or "contiguous",
+        itemsize=TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize,
+        regather=layer.run.regather,
+    )
+
+
+def recomputes(config: "Trainer.Config") -> bool:
+    """Whether the backward repeats the forward of a linear attention layer, its exchange included.
+
+    Selective checkpointing does: TorchTitan's list of what it saves has none of our operators and of the
+    exchanges' collectives.
+    """
+    return isinstance(config.activation_checkpoint, FullAC.Config | SelectiveAC.Config)
 
 
 def _hidden_widths(layer: HybridBlock.Config) -> dict[str, int]:

@@ -1,0 +1,67 @@
+"""The command `python -m titan_gdn.plan`."""
+
+import json
+import logging
+import sys
+from typing import Any, NoReturn
+
+from titan_gdn import cpu
+from titan_gdn.plan.options import parse
+from titan_gdn.train import silence_libraries
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Plan a run and print what comes of it.
+
+    Args:
+        argv: the command line, `sys.argv[1:]` by default.
+    """
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+    except ValueError as error:
+        _refuse(error)
+    silence_libraries()
+    cpu.enable()  # before anything of TorchTitan is imported
+    from torchtitan.tools.logging import logger
+
+    from titan_gdn.config import ConfigError, load_config
+    from titan_gdn.plan.figures import by_kind, make_plan, sweep
+
+    logger.setLevel(logging.ERROR)  # it would comment on a run that is none
+    key, values = options.sweep or ("", [])
+    try:
+        config = load_config(options.run, options.world_size, here=False)
+        plan = make_plan(config, options.world_size)
+        swept = sweep(config, options.world_size, key, values) if options.sweep else {}
+        if options.plot and not by_kind(swept):
+            raise ConfigError(f"command line: --plot: nothing of the sweep can be: {swept[values[0]]}")
+    except ConfigError as error:
+        _refuse(error)
+    if options.plot:
+        from titan_gdn.plan.chart import draw
+
+        draw(swept, key, options.plot)
+    if options.json:
+        told = plan.as_json()
+        if options.sweep:
+            told["sweep"] = {"key": key, "values": {value: _told(kinds) for value, kinds in swept.items()}}
+        print(json.dumps(told, indent=2))
+        return
+    from titan_gdn.plan.table import print_plan, print_sweep
+
+    print_plan(plan, options.world_size)
+    if options.sweep:
+        print_sweep(swept, key)
+
+
+def _refuse(error: ValueError) -> NoReturn:
+    print(f"titan_gdn: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _told(kinds: "list[Exchanges] | str") -> list[dict[str, Any]] | str:  # noqa: F821 (imported late)
+    return kinds if isinstance(kinds, str) else [kind.as_json() for kind in kinds]
+
+
+if __name__ == "__main__":
+    main()

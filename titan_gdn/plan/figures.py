@@ -1,0 +1,271 @@
+"""The figures of a plan: what each exchange costs, which one is taken, the model, the memory."""
+
+import copy
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.module import Module
+from torchtitan.tools.utils import set_default_dtype
+
+from titan_gdn.config import POLICIES, ConfigError, check_run
+from titan_gdn.layers.document_attention import inner_attention
+from titan_gdn.layers.linear_attention import LinearAttention
+from titan_gdn.models.hybrid.model import NAMES, HybridModel, recomputes, split_of
+from titan_gdn.parallel.cost import Choice, Cost, Machine, cost
+from titan_gdn.parallel.exchange import ExchangeName
+from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, Split, Traffic, impossible, traffic
+from titan_gdn.plan.memory import Added, Memory, estimate
+from titan_gdn.plan.options import SWEPT
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """A kind of linear attention under each exchange.
+
+    Attributes:
+        kind: the name of the layer.
+        layers: how many of them.
+        named: what the configuration names, "auto" or an exchange.
+        split: the batch and the mesh.
+        machine: what it is planned for.
+        recompute: whether the backward repeats the forward's exchange.
+        choice: what "auto" takes.
+        traffic: a layer's, of each exchange that heads and tokens allow.
+        costs: their times.
+        way_in: bytes over CP of "all_to_all" by those of "all_gather", on the way in; and the same if the
+            decay's and the output's gates crossed in full. None where one of them cannot be.
+    """
+
+    kind: str
+    layers: int
+    named: str
+    split: Split
+    machine: Machine
+    recompute: bool
+    choice: Choice
+    traffic: dict[ExchangeName, Traffic]
+    costs: dict[ExchangeName, Cost]
+    way_in: tuple[float, float] | None
+
+    @property
+    def taken(self) -> ExchangeName:
+        """The one that the run will use."""
+        return self.choice.name if self.named == "auto" else self.named
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, in bytes, seconds and FLOPs of a layer."""
+        return {
+            "kind": self.kind,
+            "layers": self.layers,
+            "named": self.named,
+            "taken": self.taken,
+            "auto": self.choice.name,
+            "reason": self.choice.reason,
+            "impossible": self.choice.impossible,
+            "split": asdict(self.split),
+            "way_in": self.way_in,
+            "exchanges": {
+                name: asdict(sent) | {"time": asdict(cost) | {"total": cost.total}}
+                for (name, sent), cost in zip(self.traffic.items(), self.costs.values(), strict=True)
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run needs, for one rank.
+
+    Attributes:
+        dims: degrees of the mesh.
+        checkpointing: the mode.
+        exchanges: of each kind of linear attention.
+        parameters: of the model.
+        active: of them, those that a token meets.
+        flops: of a token, forward and backward.
+        memory: of a rank.
+    """
+
+    dims: ParallelDims
+    checkpointing: str
+    exchanges: list[Exchanges]
+    parameters: int
+    active: int
+    flops: int
+    memory: Memory
+
+    @property
+    def machine(self) -> Machine:
+        """What it is planned for."""
+        return self.exchanges[0].machine
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank's memory is the device's at most."""
+        return self.memory.total <= self.machine.memory * 2**30
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, in bytes, seconds and FLOPs."""
+        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size")
+        return {
+            "degrees": {name: getattr(self.dims, name) for name in names},
+            "checkpointing": self.checkpointing,
+            "machine": asdict(self.machine),
+            "linear_attention": [exchanges.as_json() for exchanges in self.exchanges],
+            "parameters": self.parameters,
+            "active_parameters": self.active,
+            "flops_a_token": self.flops,
+            "memory": asdict(self.memory) | {"total": self.memory.total},
+            "fits": self.fits,
+        }
+
+
+def make_plan(config: "Trainer.Config", world_size: int) -> Plan:
+    """Plan a run on GPUs.
+
+    Args:
+        config: as `load_config` returns it.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the run cannot be; says why.
+    """
+    exchanges = plan_exchanges(config, world_size)
+    model = copy.deepcopy(config.model_spec.model)
+    _attend_by(model, inner_attention("cpu"))  # it runs with fake tensors, and keeps what FlexAttention does
+    for layer in model.linear_layers():
+        if layer.run.kernel == "fla":  # which is to run there, not here
+            layer.run = replace(layer.run, kernel="auto")
+    model.update_from_config(config=config)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        whole = model.build()
+    parameters, flops = model.get_nparams_and_flops(whole, config.training.seq_len)
+    active = parameters - _idle(model, whole)
+    dims = ParallelDims.from_config(config.parallelism, world_size)
+    added = [Added(x.layers, x.traffic[x.taken].kept, x.traffic[x.taken].transient) for x in exchanges]
+    policy = config.activation_checkpoint
+    return Plan(
+        dims=dims,
+        checkpointing=next(mode for mode, kind in POLICIES.items() if isinstance(policy, kind)),
+        exchanges=exchanges,
+        parameters=parameters,
+        active=active,
+        flops=flops,
+        memory=estimate(whole, config, dims, exchanges[0].split, added),
+    )
+
+
+def plan_exchanges(config: "Trainer.Config", world_size: int) -> list[Exchanges]:
+    """What each kind of linear attention sends and costs.
+
+    Args:
+        config: as `load_config` returns it.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the run cannot be; says why.
+    """
+    model = copy.deepcopy(config.model_spec.model)
+    if not model.linear_layers():
+        raise ConfigError("the model has no linear attention, so nothing is exchanged and nothing to plan")
+    _attend_by(model, inner_attention("cuda"))  # FlexAttention, which wants lengths that its blocks divide
+    check_run(replace(config, model_spec=replace(config.model_spec, model=model)), world_size)
+    return [_exchanges(model, kind, config) for kind in model.linear_kinds()]
+
+
+def _attend_by(model: HybridModel.Config, inner: Module.Config) -> None:
+    for layer in model.layers:
+        if layer.attention is not None:
+            layer.attention.inner_attention = inner
+
+
+def _exchanges(
+    model: HybridModel.Config, layer: LinearAttention.Config, config: "Trainer.Config"
+) -> Exchanges:
+    split, shape, machine = split_of(layer, config), layer.shape(), layer.run.machine
+    try:
+        choice = model.choice(layer, config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    possible = [name for name in EXCHANGES if impossible(name, shape, split) is None]
+    sent = {name: traffic(name, shape, split) for name in possible}
+    return Exchanges(
+        kind=NAMES[type(layer)],
+        layers=sum(type(other) is type(layer) for other in model.linear_layers()),
+        named=layer.run.exchange,
+        split=split,
+        machine=machine,
+        recompute=recomputes(config),
+        choice=choice,
+        traffic=sent,
+        costs={name: cost(sent[name], split, machine, recomputes(config)) for name in possible},
+        way_in=_way_in(shape, split) if split.cp > 1 and "all_to_all" in possible else None,
+    )
+
+
+def _way_in(shape: LayerShape, split: Split) -> tuple[float, float]:
+    def way_in(name: ExchangeName, shape: LayerShape) -> int:
+        way_out = traffic("all_to_all", replace(shape, exchanged=0, bottleneck=0), split)
+        return traffic(name, shape, split).forward.cp_bytes - way_out.forward.cp_bytes
+
+    gates = shape.output + (shape.value_heads * shape.key_dim if shape.per_channel else 0)
+    with_gates = replace(shape, exchanged=shape.exchanged + gates, bottleneck=0)
+    gathered = way_in("all_gather", shape)
+    return way_in("all_to_all", shape) / gathered, way_in("all_to_all", with_gates) / gathered
+
+
+def _idle(model: HybridModel.Config, whole: HybridModel) -> int:
+    """Parameters of the experts that a token is not sent to."""
+    idle = 0
+    for layer, block in zip(model.layers, whole.layers.values(), strict=True):
+        if layer.moe is not None:
+            experts = sum(x.numel() for x in block.moe.routed_experts.parameters())
+            idle += experts - experts * layer.moe.router.top_k // layer.moe.num_experts
+    return idle
+
+
+def sweep(
+    config: "Trainer.Config", world_size: int, key: str, values: list[int]
+) -> dict[int, list[Exchanges] | str]:
+    """The exchanges of a run with one number changed, or why it cannot be.
+
+    The choice is left to "auto", and data parallelism takes the ranks that are left.
+
+    Args:
+        config: as `load_config` returns it.
+        world_size: number of ranks.
+        key: one of `SWEPT`.
+        values: of it.
+    """
+    model = copy.deepcopy(config.model_spec.model)
+    for layer in model.linear_layers():
+        layer.run = replace(layer.run, exchange="auto")
+    config = replace(config, model_spec=replace(config.model_spec, model=model))
+    section, field = SWEPT[key]
+    left = {"data_parallel_shard_degree": -1} if section == "parallelism" else {}
+    swept: dict[int, list[Exchanges] | str] = {}
+    for value in values:
+        changed = replace(getattr(config, section), **{field: value}, **left)
+        try:
+            swept[value] = plan_exchanges(replace(config, **{section: changed}), world_size)
+        except ConfigError as error:
+            swept[value] = str(error)
+    return swept
+
+
+def crossovers(swept: dict[int, Exchanges]) -> list[tuple[int, int]]:
+    """Neighbouring values of a sweep of one kind between which what "auto" takes changes."""
+    split = {value: x.taken for value, x in swept.items() if x.split.cp > 1}
+    return [(a, b) for a, b in pairwise(split) if split[a] != split[b]]
+
+
+def by_kind(swept: dict[int, list[Exchanges] | str]) -> list[dict[int, Exchanges]]:
+    """A sweep for each kind of linear attention, without what cannot be."""
+    possible = {value: kinds for value, kinds in swept.items() if not isinstance(kinds, str)}
+    return [dict(zip(possible, column, strict=True)) for column in zip(*possible.values(), strict=True)]

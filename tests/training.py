@@ -27,7 +27,8 @@ def train(argv, step_of_gradients=1):
     """Train as `titan_gdn.train` does.
 
     Returns the losses and gradient norms of all steps, the gradients of one step (whole, on rank 0), the
-    validation losses, and the smallest gap between the last expert a router chose and the next one.
+    validation losses, the smallest gap between the last expert a router chose and the next one, and the bias
+    of each router after the last step.
     """
     import torchtitan.trainer
 
@@ -56,6 +57,12 @@ def train(argv, step_of_gradients=1):
 
     trainer.optimizers.step = step_and_look
     trainer.train()
+    record["bias"] = {
+        name: _local(buffer).clone()
+        for part in trainer.model_parts
+        for name, buffer in part.named_buffers()
+        if name.endswith("expert_bias_E")
+    }
     trainer.close()
     record["gap"] = min(record["gap"], default=None)
     if int(os.environ["RANK"]) != 0:

@@ -317,7 +317,7 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
         ConfigError: The degrees do not make `world_size`, a batch or a sequence does not divide, or
             something is not supported (yet).
     """
-    _check_degrees(config.parallelism, world_size)
+    shard = _check_degrees(config.parallelism, world_size)
     _check_sizes(config, world_size)
     backend, backends = config.compile.backend, torch._dynamo.list_backends(exclude_tags=())
     if config.compile.enable and backend not in backends:
@@ -326,7 +326,8 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
         raise ConfigError("[debug] spmd_typechecking is not supported: the layers' exchanges are not typed")
     if config.checkpoint.create_seed_checkpoint and not (config.checkpoint.enable and world_size == 1):
         raise ConfigError("[checkpoint] create_seed_checkpoint needs enable = true, and one rank")
-    _check_model(config.model_spec.model.check, config)
+    resolved = replace(config.parallelism, data_parallel_shard_degree=shard)
+    _check_model(config.model_spec.model.check, replace(config, parallelism=resolved))
     # The loss takes the sequence in chunks, so that not all logits exist at once.
     chunks = getattr(config.loss, "num_chunks", 1) * config.parallelism.context_parallel_degree
     if config.training.seq_len % chunks:
@@ -392,8 +393,12 @@ def _check_weights(config: Trainer.Config) -> None:
         )
 
 
-def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> None:
-    """TorchTitan's rule (`ParallelDims`), in words, and what is not supported yet."""
+def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> int:
+    """TorchTitan's rule (`ParallelDims`), in words, and what is not supported yet.
+
+    Returns:
+        `data_parallel_shard_degree`, in place of -1 the number of ranks that are left.
+    """
     degrees = {
         f"{name}_degree": getattr(parallelism, f"{name}_degree")
         for name in (
@@ -409,7 +414,7 @@ def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> None:
         least = ", or -1 for all ranks that are left" if name == "data_parallel_shard_degree" else ""
         if degree < 1 and not (least and degree == -1):
             raise ConfigError(f"[parallelism] {name} = {degree}: expected at least 1{least}")
-        if degree > 1 and name.startswith(("pipeline", "expert")):
+        if degree > 1 and name.startswith("pipeline"):
             parallel = name.replace("_", " ").replace("parallel degree", "parallelism")
             raise ConfigError(
                 f"[parallelism] {name} = {degree}: {parallel} is not supported yet; set it to 1"
@@ -424,13 +429,22 @@ def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> None:
             '[parallelism] context_parallel_load_balancer = "ptrr" is not supported, for its order of the '
             "tokens depends on the data. Possible: headtail, none."
         )
-    del degrees["expert_parallel_degree"]  # its ranks are those of the others
+    experts = degrees.pop("expert_parallel_degree")  # its ranks are those of the others
     listed = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
     shard = degrees["data_parallel_shard_degree"]
     others = math.prod(degrees.values()) // shard
-    if others * (world_size // others if shard == -1 else shard) != world_size:
-        rest = " (-1: all ranks that are left)" if shard == -1 else ""
+    rest = " (-1: all ranks that are left)" if shard == -1 else ""
+    shard = world_size // others if shard == -1 else shard
+    if others * shard != world_size:
         raise ConfigError(f"[parallelism] {listed} does not make WORLD_SIZE {world_size}{rest}")
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    if shard * cp * tp % experts:
+        raise ConfigError(
+            f"[parallelism] expert_parallel_degree = {experts}: expected a divisor of {shard * cp * tp}, the "
+            f"ranks that share the experts (data_parallel_shard_degree {shard} * context_parallel_degree {cp} "
+            f"* tensor_parallel_degree {tp})"
+        )
+    return shard
 
 
 def _check_sizes(config: Trainer.Config, world_size: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -78,6 +79,26 @@ def _patch_process_groups() -> None:
     # TorchTitan names the device of its barrier, which gloo refuses to be told.
     dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
     placement_types.shard_dim_alltoall = _shard_dim_alltoall
+    dist.all_to_all = functools.partial(_all_to_all, dist.all_to_all)
+
+
+def _all_to_all(
+    of_any_backend: Callable,
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    group: "ProcessGroup | None" = None,
+    async_op: bool = False,
+) -> "Work | None":
+    """gloo exchanges parts of one size only; routers send experts as many tokens as they like."""
+    import torch.distributed as dist
+
+    if dist.get_backend(group) != "gloo":
+        return of_any_backend(outputs, inputs, group, async_op)
+    received, sizes = torch.cat(outputs), [[len(part) for part in parts] for parts in (outputs, inputs)]
+    dist.all_to_all_single(received, torch.cat(inputs), *sizes, group=group)
+    for output, part in zip(outputs, received.split(sizes[0]), strict=True):
+        output.copy_(part)
+    return None
 
 
 def _shard_dim_alltoall(

@@ -104,10 +104,11 @@ class HybridModel(Decoder):
             """Refuse the run that cannot be, before anything is built.
 
             Raises:
-                ValueError: heads that TP does not divide, a length that TP and CP do not, or an exchange
-                    that cannot be.
+                ValueError: heads that TP does not divide, a length that TP and CP do not, experts that the
+                    ranks cannot share, or an exchange that cannot be.
             """
             self._check_widths(config.parallelism)
+            self._check_experts(config.parallelism)
             self._check_length(config.parallelism, config.training.seq_len)
             self._check_exchange(config)
             for layer in self.linear_layers():
@@ -151,13 +152,46 @@ class HybridModel(Decoder):
             if self.first_attention:
                 split["query heads of the full attention"] = self.first_attention.n_heads
             for layer in self.layers:
-                split |= _hidden_widths(layer)
+                split |= _hidden_widths(layer, parallelism.expert_parallel_degree)
             for name, count in split.items():
                 if count % tp:
                     raise ValueError(
                         f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; "
                         f"possible are {_divisors(list(split.values()))}"
                     )
+
+        def _check_experts(self, parallelism: ParallelismConfig) -> None:
+            """What EP divides, and FSDP where more ranks than experts share them: then it cuts their rows."""
+            ep = parallelism.expert_parallel_degree
+            layer = next((layer.moe for layer in self.layers if layer.moe is not None), None)
+            if layer is None:
+                if ep > 1:
+                    raise ValueError(
+                        f"parallelism.expert_parallel_degree = {ep}: this model has no experts, set it to 1"
+                    )
+                return
+            experts = layer.routed_experts.inner_experts
+            if experts.num_experts % ep:
+                raise ValueError(
+                    f"parallelism.expert_parallel_degree = {ep} does not divide the {experts.num_experts} "
+                    f"experts; possible are {_divisors([experts.num_experts])}"
+                )
+            tp = parallelism.tensor_parallel_degree
+            shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+            # As `apply_fsdp_to_decoder` counts them.
+            if ep > 1:
+                ranks, shards, rows = shards * tp, shards * tp // ep, experts.hidden_dim
+            else:
+                ranks = shards * parallelism.data_parallel_replicate_degree
+                ranks *= tp if parallelism.spmd_backend == "spmd_types" else 1
+                rows = experts.hidden_dim // tp
+            if ranks > experts.num_experts and (rows % shards or experts.dim % shards):
+                raise ValueError(
+                    f"parallelism: {ranks} ranks share {experts.num_experts} experts, so that FSDP cuts the "
+                    f"rows of each, {rows} and {experts.dim} on a rank, into {shards} parts, which does not "
+                    "divide them: change data_parallel_shard_degree, context_parallel_degree or "
+                    "expert_parallel_degree, or model.overrides.expert_hidden_dim"
+                )
 
         def _check_length(self, parallelism: ParallelismConfig, seq_len: int) -> None:
             tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
@@ -166,6 +200,12 @@ class HybridModel(Decoder):
                 raise ValueError(
                     f"training.seq_len = {seq_len} does not divide by 2 * context_parallel_degree = {2 * cp}"
                     + (f" times tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
+                )
+            if parallelism.expert_parallel_degree > 1 and seq_len % (cp * tp):
+                raise ValueError(
+                    f"training.seq_len = {seq_len} does not divide by context_parallel_degree = {cp} times "
+                    f"tensor_parallel_degree = {tp}: with expert_parallel_degree > 1 the ranks of both route "
+                    "tokens of their own"
                 )
             attention = self.first_attention
             flex = attention and isinstance(attention.inner_attention, FlexAttention.Config)
@@ -318,15 +358,16 @@ def recomputes(config: "Trainer.Config") -> bool:
     return isinstance(config.activation_checkpoint, FullAC.Config | SelectiveAC.Config)
 
 
-def _hidden_widths(layer: HybridBlock.Config) -> dict[str, int]:
-    """What TP divides in a feed-forward."""
+def _hidden_widths(layer: HybridBlock.Config, ep: int) -> dict[str, int]:
+    """What TP divides in a feed-forward. With expert parallelism a single expert is whole."""
     if layer.moe is None:
         return {"hidden dimensions of a feed-forward": layer.feed_forward.w1.out_features}
-    return {
+    widths = {"hidden dimensions of the shared expert": layer.moe.shared_experts.w1.out_features}
+    if ep == 1:
         # Eight at a time: torch's grouped products want rows of 16 bytes.
-        "times 8 hidden dimensions of an expert": layer.moe.routed_experts.inner_experts.hidden_dim // 8,
-        "hidden dimensions of the shared expert": layer.moe.shared_experts.w1.out_features,
-    }
+        hidden_dim = layer.moe.routed_experts.inner_experts.hidden_dim
+        widths["times 8 hidden dimensions of an expert"] = hidden_dim // 8
+    return widths
 
 
 def _divisors(counts: list[int]) -> str:

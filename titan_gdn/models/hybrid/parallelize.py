@@ -9,7 +9,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
+from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
 from titan_gdn.parallel.sequence import ContextParallel
 from titan_gdn.parallel.waiting import keep_gradients
@@ -32,7 +32,7 @@ def parallelize_hybrid(
     split_context(model, parallel_dims, parallelism)
     if parallelism.spmd_backend == "partial_dtensor":
         keep_gradients()
-    if parallelism.spmd_backend == "spmd_types" or parallel_dims.tp_enabled:
+    if parallelism.spmd_backend == "spmd_types" or parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
@@ -41,9 +41,11 @@ def parallelize_hybrid(
 
     if parallelism.spmd_backend == "spmd_types":
         mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
+        expert_mesh, expert_mesh_dims = resolve_sparse_fsdp_mesh(parallel_dims)
     else:
-        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-        mesh, mesh_dims = parallel_dims.get_mesh(names), None
+        replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+        mesh, mesh_dims = parallel_dims.get_mesh([*replicate, "fsdp"]), None
+        expert_mesh, expert_mesh_dims = parallel_dims.get_optional_mesh([*replicate, "efsdp"]), None
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
     decays = list(model.decays())
     if decays:
@@ -67,7 +69,10 @@ def parallelize_hybrid(
         pp_enabled=parallel_dims.pp_enabled,
         cpu_offload=training.enable_cpu_offload,
         reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+        ep_degree=parallel_dims.ep,
+        edp_mesh=expert_mesh,
         dp_mesh_dims=mesh_dims,
+        edp_mesh_dims=expert_mesh_dims,
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
     )
     if mesh.device_type == "cpu":

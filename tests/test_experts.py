@@ -1,0 +1,122 @@
+"""Expert parallelism: whole experts on some ranks each, and every token on its way to them."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import hf, ranks
+from tests.training import assert_same_numbers, dry_run, train
+from titan_gdn.assets import BYTE_TOKENIZER
+from titan_gdn.config import ConfigError, load_config
+from titan_gdn.models.kimi_linear.state_dict_adapter import published
+
+CONFIGS = os.path.join(os.path.dirname(__file__), "..", "train_configs")
+FAMILIES = ("qwen3_next", "kimi_linear")
+TP, CP, EP = (f"--parallelism.{name}_parallel_degree" for name in ("tensor", "context", "expert"))
+HALF = ("--training.local_batch_size", "2")
+NO_SP = "--parallelism.no-enable_sequence_parallel"
+COEFF = "--model.overrides.load_balance_coeff"
+
+
+def exchange(name):
+    return ("--linear_attention.exchange", name)
+
+
+# One layer of each kind, the first dense, the second with experts.
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+DENSE = {"qwen3_next": {"mlp_only_layers": [0]}, "kimi_linear": {}}
+
+# Four experts in Qwen3-Next, eight in Kimi Linear: of eight ranks FSDP cuts the four by rows.
+MESHES = {
+    "cp 2, ep 2": (4, CP, "2", EP, "2", *exchange("state"), *HALF),
+    "tp 2, ep 2": (4, TP, "2", EP, "2", *HALF),
+    "cp 2, tp 2, ep 4": (4, CP, "2", TP, "2", EP, "4", *exchange("all_gather"), NO_SP),
+    "fsdp 2, cp 2, tp 2, ep 4": (8, CP, "2", TP, "2", EP, "4", *exchange("all_to_all"), *HALF),
+}
+OTHER_BACKEND = ("cp 2, tp 2, ep 4",)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_run(request, tmp_path_factory):
+    """Trains 3 steps of a model on some ranks; its experts are balanced by a bias."""
+    folder = str(tmp_path_factory.mktemp(request.param))
+    model, overrides = hf.model(request.param, **LAYERS, **DENSE[request.param])
+    model.save_pretrained(folder)
+    path = hf.toml(folder, overrides, model={"name": request.param}, checkpoint=hf.weights_of(folder))
+    argv = ["--job.config_file", path, COEFF, "1e-2"]
+    return lambda world_size, *mesh: ranks.run(train, world_size, [*argv, *mesh])
+
+
+@pytest.fixture(scope="module")
+def family_one_rank(family_run):
+    """The reference, and that no router has to choose between experts whose scores are nearly equal."""
+    record = family_run(1)[0]
+    assert record["gap"] > 1e-5, "a near tie between experts: take another seed"
+    return record
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_numbers_are_those_of_one_rank(family_run, family_one_rank, mesh):
+    """Losses, gradient norms and gradients; the biases count the tokens of all ranks, each once."""
+    world_size, *argv = MESHES[mesh]
+    records = family_run(world_size, *argv)
+    assert_same_numbers(records, family_one_rank)
+    assert family_one_rank["bias"]
+    for record in records:
+        torch.testing.assert_close(record["bias"], family_one_rank["bias"], atol=1e-6, rtol=0)
+
+
+def test_files_and_checkpoints_are_read_and_written_in_shards(tmp_path):
+    """From Hugging Face files at CP 2, EP 2 to a checkpoint, from it at TP 2, EP 2 to files: the same bits."""
+    model, overrides = hf.model("kimi_linear", **LAYERS)
+    model.save_pretrained(tmp_path)
+    load = {"enable": True, "initial_load_in_hf": True, "initial_load_path": str(tmp_path)}
+    sections = {"model": {"name": "kimi_linear"}, "checkpoint": {**load, "last_save_model_only": False}}
+    path = hf.toml(str(tmp_path), overrides, **sections)
+    ranks.run(load_and_save, 4, ["--job.config_file", path, CP, "2", EP, "2", *HALF])
+    argv = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf", TP, "2", EP, "2"]
+    ranks.run(load_and_save, 2, ["--job.config_file", path, *argv])
+    files = {published(key): value for key, value in load_file(tmp_path / "model.safetensors").items()}
+    written = {}
+    folder = tmp_path / "out" / "checkpoint" / "step-1"
+    for name in os.listdir(folder):
+        written |= load_file(folder / name) if name.endswith(".safetensors") else {}
+    assert written.keys() == files.keys()
+    assert all(torch.equal(written[key], files[key]) for key in files)
+
+
+def load_and_save(argv):
+    """Begin a run and save what it begins with."""
+    trainer = load_config(argv, int(os.environ["WORLD_SIZE"])).build()
+    trainer.checkpointer.load()
+    trainer.checkpointer.save(trainer.step + 1, last_step=True)
+    trainer.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_million_token_run_shares_its_experts_among_32_of_64_ranks(name, tmp_path):
+    path = os.path.join(CONFIGS, f"{name}_1M.toml")
+    local = ["--model.hf_assets_path", BYTE_TOKENIZER, "--dataloader.dataset_path", os.path.dirname(__file__)]
+    small = {"vocab_size": 512, "dim": 256, "n_layers": 4, "n_experts": 64, "n_experts_per_token": 4}
+    small |= {"hidden_dim": 512, "expert_hidden_dim": 64, "shared_expert_hidden_dim": 64}
+    assert len(dry_run(path, tmp_path, *local, EP, "32", **small)["loss"]) == 1
+
+
+REFUSED = {
+    f"{EP} 3": "expected a divisor of 8, the ranks that share the experts",
+    f"{EP} 8 --parallelism.data_parallel_replicate_degree 2": "expected a divisor of 4",
+    f"{EP} 8 --model.overrides.n_experts 12": "does not divide the 12 experts; possible are 1, 2, 3, 4, 6, 12",
+    f"{EP} 2 --model.overrides.n_experts 0": "no experts, set it to 1",
+    f"{EP} 2 {TP} 4 {NO_SP} --training.seq_len 258": "258 does not divide by .* tensor_parallel_degree = 4",
+    f"{EP} 2 --model.overrides.n_experts 4 --model.overrides.expert_hidden_dim 72": "FSDP cuts the rows",
+    "--model.overrides.n_experts 4 --model.overrides.expert_hidden_dim 72": "FSDP cuts the rows",
+}
+
+
+@pytest.mark.parametrize("argv", REFUSED)
+def test_experts_that_the_ranks_cannot_share_are_refused(argv):
+    path = os.path.join(CONFIGS, "qwen3_next_debug_moe.toml")
+    with pytest.raises(ConfigError, match=REFUSED[argv]):
+        load_config(["--job.config_file", path, *argv.split()], 8)

@@ -440,9 +440,9 @@ def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> int:
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     if shard * cp * tp % experts:
         raise ConfigError(
-            f"[parallelism] expert_parallel_degree = {experts}: expected a divisor of {shard * cp * tp}, the "
-            f"ranks that share the experts (data_parallel_shard_degree {shard} * context_parallel_degree {cp} "
-            f"* tensor_parallel_degree {tp})"
+            f"[parallelism] expert_parallel_degree = {experts}: expected a divisor of {shard * cp * tp}, "
+            f"the ranks that share the experts (data_parallel_shard_degree {shard} * "
+            f"context_parallel_degree {cp} * tensor_parallel_degree {tp})"
         )
     return shard
 

@@ -38,6 +38,7 @@ from torchtitan.trainer import Trainer
 from titan_gdn import models
 from titan_gdn.given import ConfigError, Given, converted, one_of, read
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
+from titan_gdn.models.hybrid.pipeline import SCHEDULES
 from titan_gdn.text_files import TextFilesDataLoader, list_files
 
 __all__ = ["ConfigError", "LinearAttentionConfig", "check", "check_run", "load_config"]
@@ -65,6 +66,7 @@ _NARROWER: dict[str, Any] = {
     "context_parallel_load_balancer": Literal["headtail", "ptrr"] | None,
     "determinism_check": Literal["default", "none"],
     "exclude_from_loading": list[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]],
+    "pipeline_parallel_schedule": Literal[SCHEDULES],
     "optimizer_factory_kwargs_by_name": dict[_OPTIMIZER_NAME, dict[str, Any]],
 }
 
@@ -414,11 +416,6 @@ def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> int:
         least = ", or -1 for all ranks that are left" if name == "data_parallel_shard_degree" else ""
         if degree < 1 and not (least and degree == -1):
             raise ConfigError(f"[parallelism] {name} = {degree}: expected at least 1{least}")
-        if degree > 1 and name.startswith("pipeline"):
-            parallel = name.replace("_", " ").replace("parallel degree", "parallelism")
-            raise ConfigError(
-                f"[parallelism] {name} = {degree}: {parallel} is not supported yet; set it to 1"
-            )
     if parallelism.spmd_backend == "full_dtensor":
         raise ConfigError(
             '[parallelism] spmd_backend = "full_dtensor" is not supported yet. '

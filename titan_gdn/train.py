@@ -11,6 +11,7 @@ from titan_gdn import cpu
 _HARMLESS = (
     "initial_load_model_only=True has no effect",  # TorchTitan's default, nobody's doing
     "will be overridden to",  # environment variables of NCCL, set by torchrun a moment before
+    "Pipeline Parallel loss is not visible",  # without LOG_RANK of TorchTitan's script; here it is
 )
 
 # Without torchrun: `python -m titan_gdn.train` is one rank.
@@ -40,17 +41,18 @@ def main(argv: list[str] | None = None) -> None:
 
     init_logger()
     logger.handlers[0].addFilter(lambda record: not any(text in record.getMessage() for text in _HARMLESS))
-    rank = int(os.environ.get("RANK", 0))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank != 0:
         logger.setLevel(logging.ERROR)
     try:
-        config = load_config(sys.argv[1:] if argv is None else argv, int(os.environ.get("WORLD_SIZE", 1)))
+        config = load_config(sys.argv[1:] if argv is None else argv, world_size)
     except ConfigError as error:
         if rank == 0:
             print(f"titan_gdn: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(5)  # torchrun ends all ranks with the first: let the one that speaks be it
         sys.exit(2)
+    logger.setLevel(logging.INFO if rank == _metrics_rank(config, world_size) else logging.ERROR)
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
     )
@@ -73,6 +75,20 @@ def _run(config: "Trainer.Config") -> None:  # noqa: F821 (imported late, see ab
         trainer.close()
     torch.distributed.destroy_process_group()
     logger.info(f"Outputs are in {os.path.abspath(config.dump_folder)}")
+
+
+def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:  # noqa: F821 (imported late, see above)
+    """The rank whose metrics TorchTitan logs: with pipeline stages one that knows the loss."""
+    from torchtitan.components import metrics
+    from torchtitan.distributed import ParallelDims
+
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:  # a dry run has one rank, whatever its degrees
+        return 0
+    return metrics._get_metrics_rank(
+        parallel_dims=ParallelDims.from_config(parallelism, world_size),
+        pp_schedule=parallelism.pipeline_parallel_schedule,
+    )
 
 
 def silence_libraries() -> None:

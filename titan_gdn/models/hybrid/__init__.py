@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
@@ -46,7 +47,7 @@ def model_spec(
         flavor=flavor,
         model=model,
         parallelize_fn=parallelize_hybrid,
-        pipelining_fn=None,
+        pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=register_moe_load_balancing_hook,
         state_dict_adapter=adapter,
     )

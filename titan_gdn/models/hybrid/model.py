@@ -21,6 +21,7 @@ from torchtitan.tools.utils import device_type
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.linear_attention import Decay, LinearAttention
+from titan_gdn.models.hybrid.pipeline import check_pipeline
 from titan_gdn.ops.backends import why_not_fla
 from titan_gdn.parallel.cost import Choice, choose
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
@@ -105,8 +106,9 @@ class HybridModel(Decoder):
 
             Raises:
                 ValueError: heads that TP does not divide, a length that TP and CP do not, experts that the
-                    ranks cannot share, or an exchange that cannot be.
+                    ranks cannot share, an exchange or pipeline stages that cannot be.
             """
+            check_pipeline(self, config)
             self._check_widths(config.parallelism)
             self._check_experts(config.parallelism)
             self._check_length(config.parallelism, config.training.seq_len)
@@ -337,8 +339,9 @@ class HybridModel(Decoder):
 def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Split:
     """How a forward's batch lies on the ranks of a run, for the traffic model."""
     parallelism, training = config.parallelism, config.training
+    pipeline = parallelism.pipeline_parallel_degree > 1
     return Split(
-        batch=training.local_batch_size,
+        batch=parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size,
         length=training.seq_len,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,

@@ -1,0 +1,150 @@
+"""Which runs can be cut into pipeline stages: what TorchTitan and torch's schedules ask, as sentences.
+
+The stages are made by `torchtitan.distributed.pipeline_parallel.pipeline_llm`. Every stage is given the
+positions of each micro-batch and makes its own layout and decays of them (`HybridModel.forward`); ranks that
+judge an order together (`ContextParallel.judges`) are of one stage.
+"""
+
+from typing import TYPE_CHECKING
+
+from torchtitan.config import ParallelismConfig
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+    from titan_gdn.models.hybrid.model import HybridModel
+
+ONE_STAGE = ("1F1B", "GPipe")
+"""Schedules of one stage a rank; the others take several, these two of them in the form of a V."""
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
+"""Schedules whose backward for inputs and for weights are apart."""
+SCHEDULES = (*ONE_STAGE, "LoopedBFS", *IN_ROUNDS, *V_SHAPED)
+
+
+def check_pipeline(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+    """Refuse what no pipeline is made of.
+
+    Raises:
+        ValueError: says which keys contradict each other, and what is possible.
+    """
+    parallelism = config.parallelism
+    degree = f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}"
+    if parallelism.pipeline_parallel_degree == 1:
+        return
+    if model.enable_weight_tying:
+        raise ValueError(
+            f"{degree} puts the embedding and the head on different stages, but "
+            "model.overrides.tie_word_embeddings makes them one weight: leave one of the two out"
+        )
+    if config.comm.mode == "fake_backend":
+        raise ValueError(
+            f"{degree} needs stages that talk to each other: in a dry run (comm.mode = 'fake_backend') set "
+            "it to 1"
+        )
+    if parallelism.pipeline_parallel_schedule_csv:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule_csv = {parallelism.pipeline_parallel_schedule_csv!r} is "
+            f"not supported: name one of {', '.join(SCHEDULES)} as pipeline_parallel_schedule"
+        )
+    stages = _count_stages(len(model.layers), parallelism)
+    if parallelism.module_fqns_per_model_part is not None:
+        _check_parts(len(model.layers), parallelism.module_fqns_per_model_part)
+    else:
+        _check_layers(len(model.layers), stages, parallelism)
+    _check_microbatches(config, stages)
+
+
+def _count_stages(n_layers: int, parallelism: ParallelismConfig) -> int:
+    """How many stages the model is cut into: on each rank equally many, as many as the schedule takes."""
+    schedule, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    a_stage, parts = parallelism.pipeline_parallel_layers_per_stage, parallelism.module_fqns_per_model_part
+    least = most = 1 if schedule in ONE_STAGE else 2
+    if schedule not in (*ONE_STAGE, *V_SHAPED):
+        most = max(n_layers, least)
+    if parts is not None:
+        stages, given = len(parts), f"module_fqns_per_model_part of {len(parts)} parts"
+    elif a_stage is not None:
+        if a_stage < 1:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_layers_per_stage = {a_stage}: expected at least 1"
+            )
+        weight = _less_layers(parallelism)
+        stages = -(-(n_layers + sum(weight)) // a_stage)
+        given = (
+            f"pipeline_parallel_layers_per_stage = {a_stage} of {n_layers} layers (and {sum(weight)} for the "
+            "embedding and the head, pipeline_parallel_first_stage_less_layers and _last_stage_less_layers)"
+        )
+    else:
+        return pp * least
+    if stages % pp or not least <= stages // pp <= most:
+        wanted = f"{pp * least}" if least == most else f"a multiple of {pp}, at least {pp * least}"
+        raise ValueError(
+            f"parallelism.{given}: this makes {stages} stages, and pipeline_parallel_schedule = "
+            f"{schedule!r} on pipeline_parallel_degree = {pp} takes {wanted}"
+        )
+    return stages
+
+
+def _less_layers(parallelism: ParallelismConfig) -> tuple[int, int]:
+    """For how many layers the embedding and the head count."""
+    less = {
+        key: getattr(parallelism, f"pipeline_parallel_{key}_stage_less_layers") for key in ("first", "last")
+    }
+    for key, value in less.items():
+        if value < 0:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_{key}_stage_less_layers = {value}: expected at least 0"
+            )
+    return less["first"], less["last"]
+
+
+def _check_layers(n_layers: int, stages: int, parallelism: ParallelismConfig) -> None:
+    """Every stage has something to do, as TorchTitan deals layers out."""
+    first, last = _less_layers(parallelism)
+    needed = stages * max(first, last, 1) - first - last
+    if n_layers < needed:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree} with "
+            f"pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule!r} makes {stages} stages, "
+            f"which the {n_layers} layers of the model do not fill: at least {needed} are needed (with "
+            f"pipeline_parallel_first_stage_less_layers = {first} and _last_stage_less_layers = {last})"
+        )
+
+
+def _check_parts(n_layers: int, parts: list[list[str]]) -> None:
+    """Stages given by hand are the model, in order."""
+    modules = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "lm_head"]
+    if [name for part in parts for name in part] != modules or not all(parts) or len(parts[-1]) == 1:
+        raise ValueError(
+            f"parallelism.module_fqns_per_model_part = {parts}: expected 'tok_embeddings', 'layers.0' to "
+            f"'layers.{n_layers - 1}', 'norm' and 'lm_head' once each and in this order, in parts of which "
+            "none is empty, 'norm' and 'lm_head' together"
+        )
+
+
+def _check_microbatches(config: "Trainer.Config", stages: int) -> None:
+    """The schedule can go on with so many micro-batches."""
+    parallelism, rows = config.parallelism, config.training.local_batch_size
+    schedule, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    size = parallelism.pipeline_parallel_microbatch_size
+    count = rows // size
+    given = (
+        "training.local_batch_size / parallelism.pipeline_parallel_microbatch_size = "
+        f"{rows} / {size} = {count} is the number of micro-batches, of which pipeline_parallel_schedule = "
+        f"{schedule!r}"
+    )
+    if schedule in ("1F1B", "DualPipeV") and count < stages:
+        raise ValueError(f"{given} needs at least one for each of its {stages} stages")
+    rounds = max(1, count // pp)
+    if schedule in IN_ROUNDS and count % rounds:
+        raise ValueError(
+            f"{given} on pipeline_parallel_degree = {pp} takes a multiple of its {rounds} rounds, such as "
+            f"{rounds * pp}"
+        )
+    if schedule in SPLIT_BACKWARD and config.compile.enable and "model" in config.compile.components:
+        raise ValueError(
+            f"compile.enable: parallelism.pipeline_parallel_schedule = {schedule!r} takes a backward apart "
+            f"that is compiled as one. Possible: {', '.join(s for s in SCHEDULES if s not in SPLIT_BACKWARD)}"
+        )

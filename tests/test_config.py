@@ -831,7 +831,6 @@ def test_a_degree_below_one_is_an_error(error, kind):
 @pytest.mark.parametrize(
     "key, value, sentence",
     [
-        ("pipeline_parallel_degree", "2", "pipeline parallelism is not supported yet"),
         ("spmd_backend", '"full_dtensor"', "is not supported yet. Possible: spmd_types, partial_dtensor"),
         ("context_parallel_load_balancer", '"ptrr"', "depends on the data. Possible: headtail, none"),
     ],

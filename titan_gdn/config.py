@@ -38,7 +38,7 @@ from torchtitan.trainer import Trainer
 from titan_gdn import models
 from titan_gdn.given import ConfigError, Given, converted, one_of, read
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
-from titan_gdn.models.hybrid.pipeline import SCHEDULES
+from titan_gdn.models.hybrid.pipeline import SCHEDULES, SPLIT_BACKWARD
 from titan_gdn.text_files import TextFilesDataLoader, list_files
 
 __all__ = ["ConfigError", "LinearAttentionConfig", "check", "check_run", "load_config"]
@@ -66,7 +66,7 @@ _NARROWER: dict[str, Any] = {
     "context_parallel_load_balancer": Literal["headtail", "ptrr"] | None,
     "determinism_check": Literal["default", "none"],
     "exclude_from_loading": list[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]],
-    "pipeline_parallel_schedule": Literal[SCHEDULES],
+    "pipeline_parallel_schedule": Literal[*SCHEDULES, *SPLIT_BACKWARD],
     "optimizer_factory_kwargs_by_name": dict[_OPTIMIZER_NAME, dict[str, Any]],
 }
 

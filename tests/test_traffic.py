@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.distributed import activation_checkpoint
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 
 from titan_gdn.config import ConfigError, load_config
-from titan_gdn.models.hybrid.model import recomputes
+from titan_gdn.models.hybrid.model import recomputes, saved_exchanges
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.ops import chunk_gated_delta_rule, chunk_kda
+from titan_gdn.parallel.activation_checkpoint import SelectiveAC
 from titan_gdn.parallel.cost import LINKS, Choice, Cost, Link, Machine, choose, cost
 from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, Leg, Split, Traffic, impossible, traffic
 
@@ -308,6 +310,9 @@ def test_time_is_bytes_messages_and_flops_of_every_pass():
     assert twice.total == pytest.approx(once.total + once.forward)
     assert twice.over_cp + twice.over_tp + twice.compute == pytest.approx(twice.total)
     assert twice.done == Leg(5 * 10**9, 4 * 10**9, 9, 2, 6 * 10**12)
+    kept = cost(sent, split(2, 8), machine, recompute=True, saved=True)
+    assert kept.recompute == pytest.approx(0.5 + 0.001)
+    assert kept.done == Leg(4 * 10**9, 4 * 10**9, 7, 2, 5 * 10**12)
 
 
 # --- Choosing ---
@@ -579,17 +584,34 @@ def test_the_model_reads_its_numbers_off_the_run(monkeypatch):
     argv = (CP, "2", "--linear_attention.regather", "--training.local_batch_size", "3")
     load(*argv, "--training.mixed_precision_param", "bfloat16", "--activation_checkpoint.mode", "full")
     load(*argv, "--parallelism.context_parallel_load_balancer", "none", "--training.seq_len", "1024")
-    load(*argv, f"{MACHINE}.memory", "3")
+    load(*argv, f"{MACHINE}.memory", "3", "--activation_checkpoint.mode", "selective")
     assert [machine for _, _, machine, *_ in given[:: len(given) - 1]] == [Machine(), Machine(memory=3)]
+    assert given[-1][3:] == (True, 3, ("all_to_all", "state"))
     (_, first, _, *options), (_, second, _, *others) = given[0], given[-2]
-    assert first == Split(3, 512, 2, 1, True, "headtail", 2, regather=True) and options == [True, 3]
-    assert second == Split(3, 1024, 2, 1, True, "contiguous", 4, regather=True) and others == [False, 3]
+    assert first == Split(3, 512, 2, 1, True, "headtail", 2, regather=True) and options == [True, 3, ()]
+    assert second == Split(3, 1024, 2, 1, True, "contiguous", 4, regather=True) and others == [False, 3, ()]
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected"),
-    [(None, False), (FullAC.Config(), True), (SelectiveAC.Config(), True), (MemoryBudgetAC.Config(), False)],
+    ("policy", "repeats", "saved"),
+    [
+        (None, False, ()),
+        (FullAC.Config(), True, ()),
+        (SelectiveAC.Config(), True, ("all_to_all", "state")),
+        (SelectiveAC.Config(save_exchange=False), True, ()),
+        (activation_checkpoint.SelectiveAC.Config(), True, ()),  # its list has none of the exchanges'
+        (MemoryBudgetAC.Config(), False, ()),
+    ],
 )
-def test_checkpointing_by_operators_that_saves_none_of_ours_repeats_the_exchange(policy, expected):
-    config = load(CP, "2", "--compile.enable")
-    assert recomputes(replace(config, activation_checkpoint=policy)) is expected
+def test_checkpointing_repeats_the_exchanges_whose_results_it_does_not_save(policy, repeats, saved):
+    config = replace(load(CP, "2", "--compile.enable"), activation_checkpoint=policy)
+    assert recomputes(config) is repeats and saved_exchanges(config) == saved
+
+
+def test_an_exchange_whose_results_are_saved_is_not_charged_for_them_twice():
+    full = choose(QWEN3_NEXT, split(2), Machine(), recompute=True)
+    selective = choose(QWEN3_NEXT, split(2), Machine(), recompute=True, saved=("all_to_all", "state"))
+    for name in EXCHANGES:
+        again = selective.costs[name].recompute
+        assert again == (full.costs[name].recompute if name == "all_gather" else 0)
+    assert "forward, recompute and backward" in selective.reason

@@ -29,7 +29,6 @@ from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     FullAC,
     MemoryBudgetAC,
-    SelectiveAC,
 )
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.tools.utils import device_type
@@ -39,6 +38,7 @@ from titan_gdn import models
 from titan_gdn.given import ConfigError, Given, converted, one_of, read
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.pipeline import SCHEDULES, SPLIT_BACKWARD
+from titan_gdn.parallel.activation_checkpoint import SelectiveAC
 from titan_gdn.text_files import TextFilesDataLoader, list_files
 
 __all__ = ["ConfigError", "LinearAttentionConfig", "check", "check_run", "load_config"]

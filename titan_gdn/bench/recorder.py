@@ -6,6 +6,8 @@ from types import TracebackType
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_gdn.parallel.collectives import group_name
+
 
 class BytesSent(TorchDispatchMode):
     """While active, adds up what this rank sends to others, `bytes[group name]`, and the calls it makes.
@@ -22,7 +24,7 @@ class BytesSent(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         name = function.overloadpacket.__name__
         if function.namespace in ("_c10d_functional", "_dtensor") and name in _SENT:
-            group = _group(args)
+            group = group_name(args)
             parts = distributed_c10d._get_group_size_by_name(group)
             self.bytes[group] += _SENT[name](args[0].numel() * args[0].element_size(), parts)
             self.calls[group] += 1
@@ -35,11 +37,6 @@ class BytesSent(TorchDispatchMode):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, value, trace)
-
-
-def _group(args: tuple) -> str:
-    """The group is the last argument: its name, or the group itself."""
-    return args[-1] if isinstance(args[-1], str) else args[-1].group_name
 
 
 def _all_but_own_part(size: int, parts: int) -> int:

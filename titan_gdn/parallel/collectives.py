@@ -1,10 +1,19 @@
 """Redistributions of local tensors over a one-dimensional sub-mesh, and the order of rows after them."""
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan_gdn.parallel.sequence import SequenceLayout
+
+ALL_TO_ALL = torch.ops._dtensor.shard_dim_alltoall.default
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+def group_name(args: tuple) -> str:
+    """Of a collective's arguments, whose last is its process group or that one's name."""
+    return args[-1] if isinstance(args[-1], str) else args[-1].group_name
 
 
 def exchange(x: Tensor, mesh: DeviceMesh, src: int, dst: int) -> Tensor:

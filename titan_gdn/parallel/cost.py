@@ -6,7 +6,8 @@ bounds, and what overlaps well is ranked too low.
 """
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from titan_gdn.parallel.exchange import ExchangeName
@@ -151,7 +152,7 @@ class Choice:
     reason: str
 
 
-def cost(traffic: Traffic, split: Split, machine: Machine, recompute: bool) -> Cost:
+def cost(traffic: Traffic, split: Split, machine: Machine, recompute: bool, saved: bool = False) -> Cost:
     """The time of a layer under an exchange.
 
     Args:
@@ -159,8 +160,12 @@ def cost(traffic: Traffic, split: Split, machine: Machine, recompute: bool) -> C
         split: the mesh, which says what link each axis has.
         machine: what it runs on.
         recompute: activation checkpointing repeats the forward in the backward, its collectives included.
+        saved: but not those over CP and what is computed for them, whose results it keeps.
     """
-    passes = [traffic.forward, traffic.forward if recompute else Leg(), traffic.backward]
+    again = traffic.forward if recompute else Leg()
+    if saved:
+        again = replace(again, cp_bytes=0, cp_messages=0, flops=0)
+    passes = [traffic.forward, again, traffic.backward]
     cp, tp = machine.link(split.tp, split.cp), machine.link(1, split.tp)
 
     def parts(leg: Leg) -> tuple[float, float, float]:
@@ -174,7 +179,14 @@ def cost(traffic: Traffic, split: Split, machine: Machine, recompute: bool) -> C
     return Cost(*(sum(parts(leg)) for leg in passes), *parts(done), done)
 
 
-def choose(shape: LayerShape, split: Split, machine: Machine, recompute: bool, layers: int = 1) -> Choice:
+def choose(
+    shape: LayerShape,
+    split: Split,
+    machine: Machine,
+    recompute: bool,
+    layers: int = 1,
+    saved: Collection[ExchangeName] = (),
+) -> Choice:
     """The exchange that takes the least time.
 
     Of those within 1% of it, the one whose buffers take the least memory. One whose buffers do not fit the
@@ -186,6 +198,7 @@ def choose(shape: LayerShape, split: Split, machine: Machine, recompute: bool, l
         machine: what it runs on.
         recompute: see `cost`; nothing is then kept but by the layer that is being repeated.
         layers: how many such layers there are, which all keep something from forward to backward.
+        saved: exchanges whose results are kept although layers are checkpointed.
 
     Raises:
         ValueError: no exchange is possible; says why each is not.
@@ -196,7 +209,7 @@ def choose(shape: LayerShape, split: Split, machine: Machine, recompute: bool, l
             without[name] = reason
             continue
         sent = traffic(name, shape, split)
-        kept = sent.kept * (1 if recompute else layers)
+        kept = sent.kept * (1 if recompute and name not in saved else layers)
         buffers[name] = sent.transient + kept
         if buffers[name] > machine.memory * 2**30:
             without[name] = (
@@ -204,7 +217,7 @@ def choose(shape: LayerShape, split: Split, machine: Machine, recompute: bool, l
                 f"backward, and the device has {machine.memory:g} GiB (linear_attention.machine.memory)"
             )
         else:
-            costs[name] = cost(sent, split, machine, recompute)
+            costs[name] = cost(sent, split, machine, recompute, name in saved)
     if not costs:
         raise ValueError(f"no exchange is possible: {_listed(without)}")
     ranked = sorted(costs, key=lambda name: costs[name].total)

@@ -18,10 +18,19 @@ from collections.abc import Callable
 from typing import Literal, Protocol, get_args
 
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from titan_gdn.parallel.collectives import exchange, gather_all, gather_sequence, in_order, reorder
+from titan_gdn.parallel.collectives import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    exchange,
+    gather_all,
+    gather_sequence,
+    in_order,
+    reorder,
+)
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.parallel.state import HandOnState
 
@@ -42,6 +51,12 @@ ExchangeName = Literal["all_to_all", "all_gather", "state"]
 
 class Exchange(Protocol):
     """What a layer with a state needs to know of context parallelism."""
+
+    mesh: DeviceMesh | None
+    """The CP sub-mesh."""
+
+    saved: tuple[OpOverload, ...]
+    """Collectives over CP whose results selective checkpointing keeps: all that gather no hidden states."""
 
     def groups(self, groups: int) -> slice:
         """The run of this TP rank's `groups` head groups whose rule runs here."""
@@ -99,6 +114,9 @@ class NoExchange(_AllTokens):
         tp_mesh: the TP sub-mesh under sequence parallelism, over which hidden states are gathered.
     """
 
+    mesh = None
+    saved = ()
+
     def __init__(self, tp_mesh: DeviceMesh | None = None) -> None:
         self.tp_mesh = tp_mesh
 
@@ -125,6 +143,8 @@ class AllToAll(_AllTokens):
         mesh: the CP sub-mesh.
         tp_mesh: the TP sub-mesh under sequence parallelism, over which hidden states are gathered first.
     """
+
+    saved = (ALL_TO_ALL, ALL_GATHER)  # the second of a bottleneck
 
     def __init__(self, mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> None:
         self.mesh = mesh
@@ -162,6 +182,8 @@ class AllGather(_AllTokens):
             so that over CP go `1/tp` of the bytes, then over TP.
         regather: gather again in the backward instead of keeping the gathered states.
     """
+
+    saved = (ALL_TO_ALL,)
 
     def __init__(self, mesh: DeviceMesh, tp_mesh: DeviceMesh | None, regather: bool) -> None:
         self.mesh = mesh

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_gdn.parallel.collectives import gather_sequence
+from titan_gdn.parallel.collectives import ALL_GATHER, gather_sequence
 from titan_gdn.parallel.sequence import Segments, SequenceLayout
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class HandOnState:
         regather: gather the transitions `M` again in the backward instead of keeping those of all segments,
             `(P - 2) * B * N * K * K` float32 numbers a layer.
     """
+
+    saved = (ALL_GATHER,)  # of the halo and of `[b | M]`
 
     def __init__(self, mesh: DeviceMesh, tp_mesh: DeviceMesh | None, regather: bool) -> None:
         self.mesh = mesh

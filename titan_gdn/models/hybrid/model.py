@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed import activation_checkpoint
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import FeedForward
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention, FlexAttention
 from torchtitan.models.common.decoder import Decoder
@@ -23,7 +24,9 @@ from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.linear_attention import Decay, LinearAttention
 from titan_gdn.models.hybrid.pipeline import check_pipeline
 from titan_gdn.ops.backends import why_not_fla
+from titan_gdn.parallel.activation_checkpoint import SelectiveAC
 from titan_gdn.parallel.cost import Choice, choose
+from titan_gdn.parallel.exchange import ExchangeName
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 from titan_gdn.parallel.traffic import Split, impossible
 
@@ -265,7 +268,9 @@ class HybridModel(Decoder):
             """
             alike = sum(type(other) is type(layer) for other in self.linear_layers())
             split = split_of(layer, config)
-            return choose(layer.shape(), split, layer.run.machine, recomputes(config), alike)
+            return choose(
+                layer.shape(), split, layer.run.machine, recomputes(config), alike, saved_exchanges(config)
+            )
 
         def _choose_exchange(self, config: "Trainer.Config") -> None:
             """Replace "auto" by the exchange that takes the least time, for each kind of layer."""
@@ -355,10 +360,18 @@ def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Split:
 def recomputes(config: "Trainer.Config") -> bool:
     """Whether the backward repeats the forward of a linear attention layer, its exchange included.
 
-    Selective checkpointing does: TorchTitan's list of what it saves has none of our operators and of the
-    exchanges' collectives.
+    The compiler's memory budget does not: torch's partitioner repeats no collective of its own accord.
     """
-    return isinstance(config.activation_checkpoint, FullAC.Config | SelectiveAC.Config)
+    return isinstance(config.activation_checkpoint, FullAC.Config | activation_checkpoint.SelectiveAC.Config)
+
+
+def saved_exchanges(config: "Trainer.Config") -> tuple[ExchangeName, ...]:
+    """The exchanges that are not repeated all the same: selective checkpointing keeps their results.
+
+    Of "all_gather" it keeps what goes back alone, and repeats the gather, which is most of it.
+    """
+    policy = config.activation_checkpoint
+    return ("all_to_all", "state") if isinstance(policy, SelectiveAC.Config) and policy.save_exchange else ()
 
 
 def _hidden_widths(layer: HybridBlock.Config, ep: int) -> dict[str, int]:

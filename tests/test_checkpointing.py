@@ -1,0 +1,82 @@
+"""Activation checkpointing: the same numbers in every mode, what is repeated, and what memory it takes."""
+
+import itertools
+import os
+
+import pytest
+
+from tests import checkpointing_cases, ranks
+from titan_gdn.config import ConfigError, load_config
+from titan_gdn.parallel.traffic import EXCHANGES
+
+FAMILIES = ("qwen3_next", "kimi_linear")
+MODES = {
+    "none": ("none",),
+    "full": ("full",),
+    "selective": ("selective",),
+    "selective, exchanges repeated": ("selective", "--activation_checkpoint.no-save_exchange"),
+}
+COMPILED = {
+    "compiled none": ("none",),
+    "compiled selective": ("selective",),
+    "memory budget": ("memory_budget", "--activation_checkpoint.memory_budget", "0.3"),
+}
+
+
+def argv(exchange, mode):
+    compiled = ("--compile.enable", "--compile.backend", "aot_eager") if mode in COMPILED else ()
+    words = (MODES | COMPILED)[mode]
+    return ["--linear_attention.exchange", exchange, "--activation_checkpoint.mode", *words, *compiled]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def records(request):
+    """By exchange and mode, what the two ranks of one pool saw; also the family."""
+    cases = list(itertools.product(EXCHANGES, MODES))
+    by_rank = ranks.run(
+        checkpointing_cases.train_modes, 2, request.param, [argv(*case) for case in cases], timeout=280
+    )
+    return request.param, dict(zip(cases, zip(*by_rank, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_losses_and_gradient_norms_are_bitwise_those_without_checkpointing(records, exchange):
+    _, of = records
+    for mode in MODES:
+        for record, plain in zip(of[exchange, mode], of[exchange, "none"], strict=True):
+            assert record["loss"] == plain["loss"] and record["norms"] == plain["norms"], mode
+    losses = of[exchange, "none"][0]["loss"]
+    assert losses[0] != losses[1], "the second step proves nothing"
+
+
+# Three layers of linear attention: how often each sends, and of that how often it sends again.
+@pytest.mark.parametrize(
+    ("exchange", "forward", "backward", "gathers"),
+    [("all_to_all", 2, 2, 0), ("all_gather", 2, 2, 1), ("state", 2, 2, 0)],
+)
+def test_collectives_are_repeated_in_full_mode_and_in_selective_only_those_of_hidden_states(
+    records, exchange, forward, backward, gathers
+):
+    family, of = records
+    calls = {mode: of[exchange, mode][0]["calls"] for mode in MODES}
+    narrow = 1 if family == "kimi_linear" and exchange == "all_to_all" else 0  # the bottleneck's gather
+    attention = {"qwen3_next": 2, "kimi_linear": 1}[family]  # keys and values, or what they are made of
+    forward, backward = (3 * (n + narrow) for n in (forward, backward))
+    outside = calls["none"] - forward - backward - 2 * attention  # of the layout, once a forward
+    assert outside == of["state", "none"][0]["calls"] - 12 - 2 * attention >= 0
+    assert calls["full"] - calls["none"] == forward + attention
+    assert calls["selective, exchanges repeated"] - calls["none"] == forward + attention
+    assert calls["selective"] - calls["none"] == 3 * gathers + attention
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_peak_memory_falls_from_none_to_selective_to_full(records, exchange):
+    _, of = records
+    none, selective, full = (of[exchange, mode][0]["peak"] for mode in ("none", "selective", "full"))
+    assert none > 1.2 * selective and selective > 1.2 * full
+
+
+def test_memory_budget_without_compilation_is_refused_in_a_sentence():
+    path = os.path.join(os.path.dirname(__file__), "..", "train_configs", "qwen3_next_debug.toml")
+    with pytest.raises(ConfigError, match="requires the model to be compiled: set --compile.enable"):
+        load_config(["--job.config_file", path, "--activation_checkpoint.mode", "memory_budget"], 1)

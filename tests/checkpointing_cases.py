@@ -37,7 +37,12 @@ def train_modes(family, cases):
         dp_replicate=1, dp_shard=1, cp=cp, tp=1, pp=1, ep=1, world_size=cp, spmd_backend="spmd_types"
     )
     dims.build_mesh()
-    return [_train(family, words, dims) for words in cases]
+    records = []
+    for words in cases:
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=1.0):  # a policy sets it for good
+            records.append(_train(family, words, dims))
+    return records
 
 
 class Sent(BytesSent):
@@ -58,11 +63,11 @@ class Memory(MemTracker):
 def _train(family, words, dims):
     model, positions, tokens, labels = _prepare(family, words, dims)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sent, memory = Sent(), Memory()
+    sent, memory, compiled = Sent(), Memory(), "--compile.enable" in words
     memory.track_external(model)
     record = {"loss": [], "norms": []}
     for watch in (sent, memory):
-        with sent if "--compile.enable" in words else watch:
+        with sent if compiled else watch:
             loss = F.cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten())
             loss.backward()
         record["loss"].append(loss.item())
@@ -71,7 +76,8 @@ def _train(family, words, dims):
         optimizer.step()
         optimizer.zero_grad()
     record["calls"] = sent.calls[dims.get_mesh("cp").get_group().group_name]
-    record["peak"] = memory.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    if not compiled:
+        record["peak"] = memory.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     return record
 
 
@@ -81,22 +87,10 @@ def _prepare(family, words, dims):
     from titan_gdn.parallel.sequence import shard_order
 
     path = os.path.join(os.path.dirname(__file__), "..", "train_configs", f"{family}_debug.toml")
-    words = [
-        word for key, value in SMALL.items() for word in (f"--model.overrides.{key}", str(value))
-    ] + words
-    length = ["--training.seq_len", str(LENGTH), "--training.local_batch_size", str(BATCH)]
-    config = load_config(
-        [
-            "--job.config_file",
-            path,
-            "--parallelism.context_parallel_degree",
-            str(dims.cp),
-            *length,
-            *small,
-            *words,
-        ],
-        dims.world_size,
-    )
+    small = [word for key, value in SMALL.items() for word in (f"--model.overrides.{key}", str(value))]
+    small += ["--training.seq_len", str(LENGTH), "--training.local_batch_size", str(BATCH)]
+    cp = ["--parallelism.context_parallel_degree", str(dims.cp)]
+    config = load_config(["--job.config_file", path, *small, *cp, *words], dims.world_size)
     spec = config.model_spec
     spec.model.update_from_config(config=config)
     with torch.device("meta"):

@@ -24,7 +24,8 @@ COMPILED = {
 
 
 def argv(exchange, mode):
-    compiled = ("--compile.enable", "--compile.backend", "aot_eager") if mode in COMPILED else ()
+    one_layer = ("--model.overrides.n_layers", "1")  # what is compiled takes its time
+    compiled = ("--compile.enable", "--compile.backend", "aot_eager", *one_layer) if mode in COMPILED else ()
     words = (MODES | COMPILED)[mode]
     return ["--linear_attention.exchange", exchange, "--activation_checkpoint.mode", *words, *compiled]
 
@@ -32,9 +33,9 @@ def argv(exchange, mode):
 @pytest.fixture(scope="module", params=FAMILIES)
 def records(request):
     """By exchange and mode, what the two ranks of one pool saw; also the family."""
-    cases = list(itertools.product(EXCHANGES, MODES))
+    cases = list(itertools.product(EXCHANGES, [*MODES, *COMPILED]))
     by_rank = ranks.run(
-        checkpointing_cases.train_modes, 2, request.param, [argv(*case) for case in cases], timeout=280
+        checkpointing_cases.train_modes, 2, request.param, [argv(*case) for case in cases], timeout=550
     )
     return request.param, dict(zip(cases, zip(*by_rank, strict=True), strict=True))
 
@@ -47,6 +48,14 @@ def test_losses_and_gradient_norms_are_bitwise_those_without_checkpointing(recor
             assert record["loss"] == plain["loss"] and record["norms"] == plain["norms"], mode
     losses = of[exchange, "none"][0]["loss"]
     assert losses[0] != losses[1], "the second step proves nothing"
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_memory_budget_gives_bitwise_what_compilation_without_one_does(records, exchange):
+    _, of = records
+    for mode in COMPILED:
+        for record, plain in zip(of[exchange, mode], of[exchange, "compiled none"], strict=True):
+            assert record["loss"] == plain["loss"] and record["norms"] == plain["norms"], mode
 
 
 # Three layers of linear attention: how often each sends, and of that how often it sends again.
@@ -76,7 +85,17 @@ def test_peak_memory_falls_from_none_to_selective_to_full(records, exchange):
     assert none > 1.2 * selective and selective > 1.2 * full
 
 
-def test_memory_budget_without_compilation_is_refused_in_a_sentence():
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "requires the model to be compiled: set --compile.enable"),
+        (
+            ["--compile.enable", "--activation_checkpoint.memory_budget", "1.5"],
+            "memory_budget = 1.5: expected a number from 0 to 1",
+        ),
+    ],
+)
+def test_a_memory_budget_that_cannot_be_is_refused_in_a_sentence(words, said):
     path = os.path.join(os.path.dirname(__file__), "..", "train_configs", "qwen3_next_debug.toml")
-    with pytest.raises(ConfigError, match="requires the model to be compiled: set --compile.enable"):
-        load_config(["--job.config_file", path, "--activation_checkpoint.mode", "memory_budget"], 1)
+    with pytest.raises(ConfigError, match=said):
+        load_config(["--job.config_file", path, "--activation_checkpoint.mode", "memory_budget", *words], 1)

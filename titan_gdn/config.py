@@ -324,6 +324,9 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
     backend, backends = config.compile.backend, torch._dynamo.list_backends(exclude_tags=())
     if config.compile.enable and backend not in backends:
         raise ConfigError(f'[compile] backend = "{backend}" is unknown.{one_of(backend, backends)}')
+    budget = getattr(config.activation_checkpoint, "memory_budget", 1.0)
+    if not 0 <= budget <= 1:
+        raise ConfigError(f"[activation_checkpoint] memory_budget = {budget}: expected a number from 0 to 1")
     if config.debug.spmd_typechecking:
         raise ConfigError("[debug] spmd_typechecking is not supported: the layers' exchanges are not typed")
     if config.checkpoint.create_seed_checkpoint and not (config.checkpoint.enable and world_size == 1):

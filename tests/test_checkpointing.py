@@ -2,11 +2,18 @@
 
 import itertools
 import os
+import types
 
 import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tests import checkpointing_cases, ranks
 from titan_gdn.config import ConfigError, load_config
+from titan_gdn.parallel import activation_checkpoint
+from titan_gdn.parallel.collectives import ALL_GATHER, ALL_TO_ALL
+from titan_gdn.parallel.exchange import AllGather, AllToAll, NoExchange
+from titan_gdn.parallel.state import HandOnState
 from titan_gdn.parallel.traffic import EXCHANGES
 
 FAMILIES = ("qwen3_next", "kimi_linear")
@@ -83,6 +90,24 @@ def test_peak_memory_falls_from_none_to_selective_to_full(records, exchange):
     _, of = records
     none, selective, full = (of[exchange, mode][0]["peak"] for mode in ("none", "selective", "full"))
     assert none > 1.2 * selective and selective > 1.2 * full
+
+
+def test_of_communication_only_an_exchanges_collectives_over_cp_are_saved():
+    """Under sequence parallelism hidden states are gathered over TP by the operator that gathers halos."""
+    group = types.SimpleNamespace(group_name="cp")
+    mesh = types.SimpleNamespace(get_group=lambda: group)
+
+    def saves(exchange, operator, group):
+        recompute = CheckpointPolicy.PREFER_RECOMPUTE
+        chosen = activation_checkpoint._policy(exchange, lambda *_: recompute, None, operator, None, 2, group)
+        return chosen == CheckpointPolicy.MUST_SAVE
+
+    state, gather = HandOnState(mesh, None, False), AllGather(mesh, None, False)
+    assert saves(state, ALL_GATHER, "cp") and saves(state, ALL_GATHER, group)
+    assert not saves(state, ALL_GATHER, "tp")
+    assert saves(gather, ALL_TO_ALL, "cp") and not saves(gather, ALL_GATHER, "cp")
+    assert saves(AllToAll(mesh, None), ALL_GATHER, "cp") and not saves(NoExchange(), ALL_GATHER, "cp")
+    assert saves(NoExchange(), torch.ops.titan_gdn.chunk_kda.default, None)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ CONFIGS = os.path.join(os.path.dirname(__file__), "..", "train_configs")
 FAMILIES = ("qwen3_next", "kimi_linear")
 TP, CP, EP = (f"--parallelism.{name}_parallel_degree" for name in ("tensor", "context", "expert"))
 HALF = ("--training.local_batch_size", "2")
+DTENSOR = ("--parallelism.spmd_backend", "partial_dtensor")
 NO_SP = "--parallelism.no-enable_sequence_parallel"
 COEFF = "--model.overrides.load_balance_coeff"
 
@@ -31,11 +32,10 @@ DENSE = {"qwen3_next": {"mlp_only_layers": [0]}, "kimi_linear": {}}
 # Four experts in Qwen3-Next, eight in Kimi Linear: of eight ranks FSDP cuts the four by rows.
 MESHES = {
     "cp 2, ep 2": (4, CP, "2", EP, "2", *exchange("state"), *HALF),
-    "tp 2, ep 2": (4, TP, "2", EP, "2", *HALF),
-    "cp 2, tp 2, ep 4": (4, CP, "2", TP, "2", EP, "4", *exchange("all_gather"), NO_SP),
+    "tp 2, ep 2": (4, TP, "2", EP, "2", NO_SP, *HALF),
+    "cp 2, tp 2, ep 4, partial_dtensor": (4, CP, "2", TP, "2", EP, "4", *exchange("all_gather"), *DTENSOR),
     "fsdp 2, cp 2, tp 2, ep 4": (8, CP, "2", TP, "2", EP, "4", *exchange("all_to_all"), *HALF),
 }
-OTHER_BACKEND = ("cp 2, tp 2, ep 4",)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -110,8 +110,8 @@ REFUSED = {
     f"{EP} 8 --model.overrides.n_experts 12": "the 12 experts; possible are 1, 2, 3, 4, 6, 12",
     f"{EP} 2 --model.overrides.n_experts 0": "no experts, set it to 1",
     f"{EP} 2 {TP} 4 {NO_SP} --training.seq_len 258": "258 does not divide by .* tensor_parallel_degree = 4",
-    f"{EP} 2 --model.overrides.n_experts 4 --model.overrides.expert_hidden_dim 72": "FSDP cuts the rows",
-    "--model.overrides.n_experts 4 --model.overrides.expert_hidden_dim 72": "FSDP cuts the rows",
+    f"{EP} 2 --model.overrides.n_experts 8 --model.overrides.expert_hidden_dim 72": "on a rank, into 16",
+    "--model.overrides.n_experts 8 --model.overrides.expert_hidden_dim 72": "into 32 parts",
 }
 
 
@@ -119,4 +119,4 @@ REFUSED = {
 def test_experts_that_the_ranks_cannot_share_are_refused(argv):
     path = os.path.join(CONFIGS, "qwen3_next_debug_moe.toml")
     with pytest.raises(ConfigError, match=REFUSED[argv]):
-        load_config(["--job.config_file", path, *argv.split()], 8)
+        load_config(["--job.config_file", path, *argv.split()], 32 if "hidden" in argv else 8)

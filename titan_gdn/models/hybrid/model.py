@@ -183,7 +183,7 @@ class HybridModel(Decoder):
                 )
             tp = parallelism.tensor_parallel_degree
             shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
-            # As `apply_fsdp_to_decoder` counts them.
+            # As `apply_fsdp_to_decoder` counts them; a degree of -1 is known to who knows all ranks.
             if ep > 1:
                 ranks, shards, rows = shards * tp, shards * tp // ep, experts.hidden_dim
             else:

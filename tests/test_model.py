@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import hf, ranks
-from tests.training import train
+from tests.training import train, train_until
 from titan_gdn.config import ConfigError, load_config
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
@@ -153,17 +153,6 @@ def test_a_run_goes_on_at_another_number_of_data_parallel_ranks(tmp_path):
             losses.append(ranks.run(train_until, world_size, argv, stop)[0])
     assert losses[0] == losses[2]
     assert losses[1] == pytest.approx(losses[3], rel=1e-5)
-
-
-def train_until(argv, stop):
-    """Train, but stop after so many steps as if killed; the losses."""
-    from torchtitan.trainer import Trainer
-
-    from titan_gdn.models.qwen3_next.model import Qwen3NextModel  # noqa: F401
-
-    if stop is not None:
-        Trainer.should_continue_training = lambda self: self.step < stop
-    return train(argv)["loss"]
 
 
 def test_the_validator_runs(tmp_path):

@@ -74,6 +74,15 @@ def train(argv, step_of_gradients=1):
     return record
 
 
+def train_until(argv, stop):
+    """Train, but stop after so many steps as if killed; the losses."""
+    from torchtitan.trainer import Trainer
+
+    if stop is not None:
+        Trainer.should_continue_training = lambda self: self.step < stop
+    return train(argv)["loss"]
+
+
 def whole_gradients(model_parts):
     return {
         name.replace("_checkpoint_wrapped_module.", ""): _whole(parameter.grad).clone()

@@ -6,57 +6,26 @@ Shape suffixes: B batch, L sequence, D model width, N query heads, M key-value h
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention, local_head_split
 
 from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
-from titan_gdn.layers.local import local
+from titan_gdn.layers.local import apply
 from titan_gdn.layers.norms import ZeroCentredRMSNorm
 from titan_gdn.layers.rotary import PartialRotary
 from titan_gdn.parallel.sequence import SequenceLayout
 
 
-class KeyValueLinear(Linear):
-    """Projects to the key-value heads that this TP rank's query heads need.
-
-    While the heads divide by `tp` this is a column-parallel linear. Where `tp` exceeds them, the weight
-    is replicated over TP, each rank projects to the one head its queries share, and the gradient of the
-    weight is summed over TP.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        n_heads: int
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.n_heads = config.n_heads
-        self.rows: slice | None = None
-
-    def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Choose the head of this rank, then as any `Module`."""
-        tp_mesh = parallel_dims.get_optional_mesh("tp")
-        if tp_mesh is not None and tp_mesh.size() > self.n_heads:
-            head = tp_mesh.get_local_rank() * self.n_heads // tp_mesh.size()
-            width = self.out_features // self.n_heads
-            self.rows = slice(head * width, (head + 1) * width)
-        super().parallelize(parallel_dims)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`[B, L, D]` to the heads of this rank, `[B, L, heads * H]`."""
-        if self.rows is None:
-            return super().forward(input)
-        return F.linear(input, local(self.weight, summed=True)[self.rows])
-
-
 class GatedAttention(BaseAttention):
     """Full attention with `sigmoid` output gate.
 
-    `wq` projects, head by head, to the query and then its gate. Key-value heads have a name of their own
-    in the `Config`, because TorchTitan's decoder refuses `tp` above a field named `n_kv_heads`.
+    `wq` projects, head by head, to the query and then its gate. While key-value heads divide by `tp`, `wk`
+    and `wv` are column-parallel as `wq` is. Where `tp` exceeds them, their weights are whole on every TP
+    rank, each rank projects to the one head its queries share, and the gradients are summed over TP. These
+    heads have a name of their own in the `Config`, because TorchTitan's decoder refuses `tp` above a field
+    named `n_kv_heads`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -66,8 +35,8 @@ class GatedAttention(BaseAttention):
         head_dim: int
         rope: PartialRotary.Config
         wq: Linear.Config
-        wk: KeyValueLinear.Config
-        wv: KeyValueLinear.Config
+        wk: Linear.Config
+        wv: Linear.Config
         wo: Linear.Config
         q_norm: ZeroCentredRMSNorm.Config
         k_norm: ZeroCentredRMSNorm.Config
@@ -81,6 +50,8 @@ class GatedAttention(BaseAttention):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.n_key_value_heads = config.n_key_value_heads
+        self.key_value_rows: slice | None = None
         self.enable_gqa = config.n_heads > config.n_key_value_heads
         self.wq = config.wq.build()
         self.wk = config.wk.build()
@@ -94,6 +65,20 @@ class GatedAttention(BaseAttention):
     def split_sequence(self, cp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
         """Say over which ranks sequences are split: `cp_mesh` or None; over TP the placements say it."""
         self.inner_attention.cp_mesh = cp_mesh
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """Choose the key-value head of this rank where there are fewer than ranks, then as any `Module`."""
+        tp_mesh = parallel_dims.get_optional_mesh("tp")
+        if tp_mesh is not None and tp_mesh.size() > self.n_key_value_heads:
+            head = tp_mesh.get_local_rank() * self.n_key_value_heads // tp_mesh.size()
+            self.key_value_rows = slice(head * self.head_dim, (head + 1) * self.head_dim)
+        super().parallelize(parallel_dims)
+
+    def key_value(self, linear: Linear, x_BLD: torch.Tensor) -> torch.Tensor:
+        """`[B, L, D]` to the keys or the values of this rank's heads, `[B, L, M, H]`."""
+        if self.key_value_rows is None:
+            return local_head_split(linear(x_BLD), self.head_dim)
+        return local_head_split(apply(linear, x_BLD, rows=self.key_value_rows, summed=True), self.head_dim)
 
     def forward(
         self,
@@ -115,8 +100,7 @@ class GatedAttention(BaseAttention):
             `[B, L, D]`.
         """
         q_BLNH, gate_BLNH = local_head_split(self.wq(x_BLD), 2 * self.head_dim).chunk(2, -1)
-        k_BLMH = local_head_split(self.wk(x_BLD), self.head_dim)
-        v_BLMH = local_head_split(self.wv(x_BLD), self.head_dim)
+        k_BLMH, v_BLMH = self.key_value(self.wk, x_BLD), self.key_value(self.wv, x_BLD)
         q_BLNH, k_BLMH = self.rope(self.q_norm(q_BLNH), self.k_norm(k_BLMH), positions)
         out_BLNH = self.inner_attention(
             q_BLNH,

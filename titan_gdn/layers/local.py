@@ -25,7 +25,7 @@ def apply(module: nn.Module, *args: Tensor, rows: slice | None = None, summed: b
 
     Args:
         module: a linear or a norm.
-        *args: local tensors.
+        *args: local tensors, or what the module's own `sharding_config` makes local.
         rows: use these rows of the weight only.
         summed: see `local`.
     """

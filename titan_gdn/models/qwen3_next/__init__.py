@@ -10,7 +10,7 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.tools.utils import device_type
 
 from titan_gdn.layers.document_attention import inner_attention
-from titan_gdn.layers.gated_attention import GatedAttention, KeyValueLinear
+from titan_gdn.layers.gated_attention import GatedAttention
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.linear_attention import Decay
 from titan_gdn.layers.norms import GatedRMSNorm, ZeroCentredRMSNorm
@@ -120,14 +120,6 @@ def qwen3_next(
         )
 
     def gated_attention() -> GatedAttention.Config:
-        def key_value() -> KeyValueLinear.Config:
-            return KeyValueLinear.Config(
-                in_features=dim,
-                out_features=n_key_value_heads * head_dim,
-                n_heads=n_key_value_heads,
-                param_init=parts.WEIGHT,
-            )
-
         return GatedAttention.Config(
             n_heads=n_heads,
             n_key_value_heads=n_key_value_heads,
@@ -141,8 +133,8 @@ def qwen3_next(
                 original_seq_len=context_length,
             ),
             wq=parts.linear(dim, 2 * n_heads * head_dim),
-            wk=key_value(),
-            wv=key_value(),
+            wk=parts.linear(dim, n_key_value_heads * head_dim),
+            wv=parts.linear(dim, n_key_value_heads * head_dim),
             wo=parts.linear(n_heads * head_dim, dim),
             q_norm=norm(head_dim),
             k_norm=norm(head_dim),

@@ -67,7 +67,7 @@ def _head_norm() -> ShardingConfig:
 
 
 def _replicated_key_value() -> ShardingConfig:
-    """`KeyValueLinear` with more TP ranks than heads: the weight whole, the output each rank's own head."""
+    """More TP ranks than key-value heads: the weight whole, the output each rank's own head."""
     replicated = dense_activation_placement(tp=spmd.R)
     return ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.R)},

@@ -146,14 +146,20 @@ def layouts(documents, tp, cp, order):
 
 def errors(layer, case, regather=False):
     """Relative errors of output and gradients, and whether the output is equal to the bit."""
+    exchange, _, _, (tp, cp, sp), R, V = case
+    return compared(*split_layer(layer, exchange, tp, cp, sp, R, V, regather), case)
+
+
+def compared(whole, split, case, gradient=lambda d_out: d_out):
+    """As `errors`, of a split layer against the same layer whole; `gradient` changes that of the output."""
     from tests.reference import relative_error
 
-    exchange, order, documents, (tp, cp, sp), R, V = case
-    whole, split = split_layer(layer, exchange, tp, cp, sp, R, V, regather)
+    _, order, documents, (tp, cp, sp), _, _ = case
     sequence, shards = layouts(documents, tp, cp, order)
     torch.manual_seed(1)
-    x, d_out = torch.randn(2, *positions_of(documents).shape, WIDTH)
+    x, d_out = torch.randn(2, *positions_of(documents).shape, whole.out_proj.out_features)
     x.requires_grad_()
+    d_out = gradient(d_out)
     expected = whole(x, *whole.decay(), sequence=sequence)
     expected.backward(d_out)
 

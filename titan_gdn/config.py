@@ -24,6 +24,7 @@ import torch
 import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
@@ -38,12 +39,13 @@ from titan_gdn import models
 from titan_gdn.given import ConfigError, Given, converted, one_of, read
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.pipeline import SCHEDULES, SPLIT_BACKWARD
+from titan_gdn.models.hybrid.quantize import PARTS
 from titan_gdn.parallel.activation_checkpoint import SelectiveAC
 from titan_gdn.text_files import TextFilesDataLoader, list_files
 
 __all__ = ["ConfigError", "LinearAttentionConfig", "check", "check_run", "load_config"]
 
-_OURS = ("job", "model", "linear_attention")
+_OURS = ("job", "model", "linear_attention", "quantize")
 _SECTIONS = (
     "dataloader training optimizer lr_scheduler parallelism activation_checkpoint compile checkpoint "
     "metrics profiler validator comm debug"
@@ -76,7 +78,8 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
 
     The sections are `[job]` (`dump_folder`; `description`, a string for who reads the file, dropped here),
     `[model]` (`name`, `flavor`, `hf_assets_path`, and `[model.overrides]`, arguments of the flavor's
-    builder), `[linear_attention]`, and those of `Trainer.Config` by their names. `[optimizer]` also takes
+    builder), `[linear_attention]`, `[quantize.linear]` and `[quantize.experts]` (`name`, and the fields of
+    that converter of TorchTitan's), and those of `Trainer.Config` by their names. `[optimizer]` also takes
     `name` and the optimizer's own arguments (`lr`, `weight_decay`, ...) for all parameter groups, and
     `[activation_checkpoint]` a `mode`. In file and command line alike, "none" is the value None.
 
@@ -93,9 +96,9 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
     for name, table in sections.items():
         if name not in (*_OURS, *_SECTIONS, *_ALIASES):
             raise table.unknown([*_OURS, *_SECTIONS])
-    job, model, linear_attention = (sections.pop(name, Given({}, root.source, (name,))) for name in _OURS)
+    job, *of_model = (sections.pop(name, Given({}, root.source, (name,))) for name in _OURS)
 
-    config = _defaults(model, linear_attention)
+    config = _defaults(*of_model)
     changes = _values(job.table, {"dump_folder": str, "description": str})
     changes.pop("description", None)
     for name, table in sections.items():
@@ -111,7 +114,7 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
     return config
 
 
-def _defaults(model: Given, linear_attention: Given) -> Trainer.Config:
+def _defaults(model: Given, linear_attention: Given, quantize: Given) -> Trainer.Config:
     """What the authors of the flavor chose, but for the overrides of its builder."""
     own = {key: given for key, given in model.table.items() if key != "overrides"}
     own = _values(own, {"name": str, "flavor": str, "hf_assets_path": str}, also=["overrides"])
@@ -124,9 +127,24 @@ def _defaults(model: Given, linear_attention: Given) -> Trainer.Config:
         registry.trainer_config,
         flavor,
         linear_attention=_configured(LinearAttentionConfig(), linear_attention),
+        converters=_converters(quantize),
         **_values(overrides.table, _arguments(package.flavors[flavor])),
     )
     return replace(config, hf_assets_path=own.get("hf_assets_path", config.hf_assets_path))
+
+
+def _converters(quantize: Given) -> list[QuantizationConverter.Config]:
+    """One of each table of `[quantize]`."""
+    converters = []
+    for part, table in quantize.table.items():
+        if part not in PARTS:
+            raise table.unknown(PARTS)
+        name = _required(table, "name", PARTS[part])
+        options = {key: given for key, given in table.table.items() if key != "name"}
+        annotations = _fields(PARTS[part][name])
+        del annotations["model_compile_enabled"]  # [compile] says it
+        converters.append(_built(table, PARTS[part][name], **_values(options, annotations, also=["name"])))
+    return converters
 
 
 def _required(table: Given, key: str, possible: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """What became of the sections and keys of TorchTitan 0.1 and 0.2, whose configurations were TOML files."""
 
 _FAULTS = "TorchTitan 0.3 keeps fault tolerance in its torchft experiment; it is not supported here"
-_QUANTIZE = "quantization is not supported here yet; TorchTitan 0.3 sets it in the model's Python config"
+_QUANTIZE = 'it is [quantize.linear] and [quantize.experts] now, as in name = "float8"'
 _PYTHON = "a file names no Python modules any more; the model is [model] name and flavor"
 
 WHAT_BECAME_OF: dict[str, str] = {
@@ -11,7 +11,6 @@ WHAT_BECAME_OF: dict[str, str] = {
     "float8": _QUANTIZE,
     "memory_estimation": 'TorchTitan 0.3 has none; [comm] mode = "fake_backend" makes a dry run',
     "mx": _QUANTIZE,
-    "quantize": _QUANTIZE,
     "validation": (
         "it is [validator] now, its data set [validator.dataloader] dataset and dataset_path; "
         "batch size and sequence length are those of [training]"
@@ -54,6 +53,7 @@ WHAT_BECAME_OF: dict[str, str] = {
     "parallelism.expert_tensor_parallel_degree": "TorchTitan 0.3 never shards a single expert; remove it",
     "parallelism.pipeline_parallel_expert_parallel_overlap": "TorchTitan 0.3 has no such switch; remove it",
     "parallelism.pipeline_parallel_split_points": "it is [parallelism] module_fqns_per_model_part now",
+    "quantize.grouped_mm": _QUANTIZE,
     "training.batch_size": "it is [training] local_batch_size now",
     "training.compile": "it is [compile] enable now",
     "training.dataloader": "its keys stand in [dataloader] now",

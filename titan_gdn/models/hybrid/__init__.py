@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
@@ -22,6 +23,7 @@ def model_spec(
     flavor: str,
     *,
     linear_attention: LinearAttentionConfig | None = None,
+    converters: list[QuantizationConverter.Config] | None = None,
     **overrides: object,
 ) -> ModelSpec:
     """The model of a flavour, as TorchTitan's trainer takes it.
@@ -32,6 +34,7 @@ def model_spec(
         adapter: converts its state dicts.
         flavor: a name in `flavors`.
         linear_attention: how its linear attention is run.
+        converters: what of it is quantized, and how; at most one for linears and one for experts.
         **overrides: keyword arguments of the flavour's builder.
 
     Raises:
@@ -42,6 +45,7 @@ def model_spec(
     model = flavors[flavor](**overrides)
     for layer in model.linear_layers():
         layer.run = linear_attention or LinearAttentionConfig()
+    model.converters = converters or []
     return ModelSpec(
         name=name,
         flavor=flavor,

@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -22,6 +23,7 @@ from torchtitan.tools.utils import device_type
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.linear_attention import Decay, LinearAttention
+from titan_gdn.models.hybrid import quantize
 from titan_gdn.models.hybrid.pipeline import check_pipeline
 from titan_gdn.ops.backends import why_not_fla
 from titan_gdn.parallel.activation_checkpoint import SelectiveAC
@@ -90,6 +92,9 @@ class HybridModel(Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
+        converters: list[QuantizationConverter.Config] = field(default_factory=list)
+        """What is quantized, and how: see `titan_gdn.models.hybrid.quantize`."""
+
         @property
         def max_seq_len(self) -> int:
             """Tokens that the rotary embedding reaches, where there is one; nothing else has a limit."""
@@ -127,6 +132,7 @@ class HybridModel(Decoder):
                         f"linear_attention.lower_bound = {layer.run.lower_bound}: expected a number below 0, "
                         "of which the log decay stays above, or none"
                     )
+            quantize.check(self, config)
             experts = any(layer.moe is not None for layer in self.layers)
             compiled = config.compile.enable and "model" in config.compile.components
             if experts and compiled and config.training.mixed_precision_param == "float32":
@@ -136,7 +142,7 @@ class HybridModel(Decoder):
                 )
 
         def check_device(self) -> None:
-            """Refuse kernels that do not run on TorchTitan's device here; a plan is made for another machine.
+            """Refuse what does not run on TorchTitan's device here; a plan is made for another machine.
 
             Raises:
                 ValueError: says why, and what is possible.
@@ -146,6 +152,7 @@ class HybridModel(Decoder):
                 raise ValueError(
                     f"linear_attention.kernel = 'fla': {reason} Possible here are 'auto' and 'torch'."
                 )
+            quantize.check_device(self.converters)
 
         def _check_widths(self, parallelism: ParallelismConfig) -> None:
             """What TP divides."""
@@ -249,6 +256,7 @@ class HybridModel(Decoder):
                 enable_sp=parallelism.enable_sequence_parallel,
                 enable_ep=parallelism.expert_parallel_degree > 1,
             )
+            quantize.quantize(self, config)
 
         def set_sharding(self, *, tp: int, enable_sp: bool, enable_ep: bool) -> None:
             """Write the placements of every parameter and activation into the configuration.

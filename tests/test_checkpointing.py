@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tests import checkpointing_cases, ranks
 from titan_gdn.config import ConfigError, load_config
-from titan_gdn.parallel import activation_checkpoint
+from titan_gdn.models.hybrid import activation_checkpoint
 from titan_gdn.parallel.collectives import ALL_GATHER, ALL_TO_ALL
 from titan_gdn.parallel.exchange import AllGather, AllToAll, NoExchange
 from titan_gdn.parallel.state import HandOnState

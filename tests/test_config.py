@@ -17,7 +17,7 @@ from torchtitan.trainer import Trainer
 from titan_gdn import config as config_module
 from titan_gdn import models
 from titan_gdn.config import ConfigError, LinearAttentionConfig, check, load_config
-from titan_gdn.parallel.activation_checkpoint import SelectiveAC
+from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
 from titan_gdn.text_files import TextFilesDataLoader
 from titan_gdn.torchtitan_0_2 import WHAT_BECAME_OF
 

@@ -14,11 +14,11 @@ from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 
 from titan_gdn.config import ConfigError, load_config
+from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
 from titan_gdn.models.hybrid.model import recomputes, saved_exchanges
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.ops import chunk_gated_delta_rule, chunk_kda
-from titan_gdn.parallel.activation_checkpoint import SelectiveAC
 from titan_gdn.parallel.cost import LINKS, Choice, Cost, Link, Machine, choose, cost
 from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, Leg, Split, Traffic, impossible, traffic
 

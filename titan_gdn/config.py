@@ -38,9 +38,9 @@ from torchtitan.trainer import Trainer
 from titan_gdn import models
 from titan_gdn.given import ConfigError, Given, converted, one_of, read
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
+from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
 from titan_gdn.models.hybrid.pipeline import SCHEDULES, SPLIT_BACKWARD
 from titan_gdn.models.hybrid.quantize import PARTS
-from titan_gdn.parallel.activation_checkpoint import SelectiveAC
 from titan_gdn.text_files import TextFilesDataLoader, list_files
 
 __all__ = ["ConfigError", "LinearAttentionConfig", "check", "check_run", "load_config"]

@@ -24,9 +24,9 @@ from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.linear_attention import Decay, LinearAttention
 from titan_gdn.models.hybrid import quantize
+from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
 from titan_gdn.models.hybrid.pipeline import check_pipeline
 from titan_gdn.ops.backends import why_not_fla
-from titan_gdn.parallel.activation_checkpoint import SelectiveAC
 from titan_gdn.parallel.cost import Choice, choose
 from titan_gdn.parallel.exchange import ExchangeName
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout

@@ -21,7 +21,7 @@ from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
 from titan_gdn.text_files import TextFilesDataLoader
 from titan_gdn.torchtitan_0_2 import WHAT_BECAME_OF
 
-SECTIONS = config_module._SECTIONS
+SECTIONS = config_module.SECTIONS
 MODEL = '[model]\nname = "fake"\nflavor = "tiny"\n'
 
 
@@ -127,7 +127,7 @@ def toml(value: Any) -> str:
 
 
 def settable(section: Any) -> list[str]:
-    return [name for name in config_module._fields(type(section))]
+    return [name for name in config_module.fields_of(type(section))]
 
 
 # --- Precedence ---

@@ -46,7 +46,7 @@ from titan_gdn.text_files import TextFilesDataLoader, list_files
 __all__ = ["ConfigError", "LinearAttentionConfig", "check", "check_run", "load_config"]
 
 _OURS = ("job", "model", "linear_attention", "quantize")
-_SECTIONS = (
+SECTIONS = (
     "dataloader training optimizer lr_scheduler parallelism activation_checkpoint compile checkpoint "
     "metrics profiler validator comm debug"
 ).split()
@@ -60,7 +60,7 @@ POLICIES = {
 }
 # Not DistMuon: it needs Python objects (its buckets and shardings) that no file can hold.
 _OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-_OPTIMIZER_NAME = Literal[tuple(_OPTIMIZERS)]
+OPTIMIZER_NAME = Literal[tuple(_OPTIMIZERS)]
 
 # Fields that TorchTitan annotates as more than it understands. Of these, it ignores what it does not.
 _NARROWER: dict[str, Any] = {
@@ -69,7 +69,7 @@ _NARROWER: dict[str, Any] = {
     "determinism_check": Literal["default", "none"],
     "exclude_from_loading": list[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]],
     "pipeline_parallel_schedule": Literal[*SCHEDULES, *SPLIT_BACKWARD],
-    "optimizer_factory_kwargs_by_name": dict[_OPTIMIZER_NAME, dict[str, Any]],
+    "optimizer_factory_kwargs_by_name": dict[OPTIMIZER_NAME, dict[str, Any]],
 }
 
 
@@ -94,8 +94,8 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
     root = read(argv)
     sections = dict(root.table)
     for name, table in sections.items():
-        if name not in (*_OURS, *_SECTIONS, *_ALIASES):
-            raise table.unknown([*_OURS, *_SECTIONS])
+        if name not in (*_OURS, *SECTIONS, *_ALIASES):
+            raise table.unknown([*_OURS, *SECTIONS])
     job, *of_model = (sections.pop(name, Given({}, root.source, (name,))) for name in _OURS)
 
     config = _defaults(*of_model)
@@ -112,6 +112,17 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
     except ConfigError as error:
         raise root.error(str(error)) from error
     return config
+
+
+def defaults(name: str, flavor: str) -> Trainer.Config:
+    """The run of a model's flavour before any file changes it.
+
+    Raises:
+        ConfigError: there is no such model or flavour.
+    """
+    own = {"name": name, "flavor": flavor}
+    model = {key: Given(value, "", ("model", key)) for key, value in own.items()}
+    return _defaults(Given(model, "", ("model",)), Given({}, ""), Given({}, ""))
 
 
 def _defaults(model: Given, linear_attention: Given, quantize: Given) -> Trainer.Config:
@@ -141,7 +152,7 @@ def _converters(quantize: Given) -> list[QuantizationConverter.Config]:
             raise table.unknown(PARTS)
         name = _required(table, "name", PARTS[part])
         options = {key: given for key, given in table.table.items() if key != "name"}
-        annotations = _fields(PARTS[part][name])
+        annotations = fields_of(PARTS[part][name])
         del annotations["model_compile_enabled"]  # [compile] says it
         converters.append(_built(table, PARTS[part][name], **_values(options, annotations, also=["name"])))
     return converters
@@ -170,7 +181,7 @@ def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
     return {parameter.name: parameter.annotation for parameter in parameters if parameter.kind in by_name}
 
 
-def _fields(config: type) -> dict[str, Any]:
+def fields_of(config: type) -> dict[str, Any]:
     """Names and annotations of the fields that a file may set; those hidden from tyro hold Python objects."""
     hints = get_type_hints(config, include_extras=True)
     return {
@@ -196,7 +207,7 @@ def _configured(current: Any, table: Given) -> Any:
 
 def _replaced(current: Any, table: Given, handled: Collection[str] = (), **changes: Any) -> Any:
     """`current` with `changes` and the fields that `table` names but those `handled`, set all in one."""
-    annotations = _fields(type(current))
+    annotations = fields_of(type(current))
     for name, given in table.table.items():
         if name in handled:
             continue
@@ -238,7 +249,7 @@ def _dataloader(current: BaseDataLoader.Config, table: Given) -> BaseDataLoader.
 
 @_configured.register
 def _optimizer(current: OptimizersContainer.Config, table: Given) -> OptimizersContainer.Config:
-    own = _fields(type(current))
+    own = fields_of(type(current))
     shorthand = {name: given for name, given in table.table.items() if name not in own}
     if array := table.table.get("param_groups"):
         for given in shorthand.values():
@@ -264,8 +275,8 @@ def _changed_groups(
         first = next(iter(shorthand.values()))
         raise first.error("this flavor has no parameter groups; write [[optimizer.param_groups]]")
     changes = dict(shorthand)
-    name = changes.pop("name", None) and converted(shorthand["name"], _OPTIMIZER_NAME)
-    kwargs = _values(changes, _optimizer_kwargs(name or "AdamW"), also=["name", *also])
+    name = changes.pop("name", None) and converted(shorthand["name"], OPTIMIZER_NAME)
+    kwargs = _values(changes, optimizer_kwargs(name or "AdamW"), also=["name", *also])
     decays = [group.optimizer_kwargs.get("weight_decay") != 0 for group in groups]
     if "weight_decay" in kwargs and not any(decays):
         raise changes["weight_decay"].error(
@@ -285,11 +296,11 @@ def _changed_groups(
 def _param_group(table: Given) -> ParamGroupConfig:
     """One of `[[optimizer.param_groups]]`, complete in itself."""
     given = table.table
-    group = _values(given, _fields(ParamGroupConfig) | {"optimizer_name": _OPTIMIZER_NAME})
-    for name in _fields(ParamGroupConfig):
+    group = _values(given, fields_of(ParamGroupConfig) | {"optimizer_name": OPTIMIZER_NAME})
+    for name in fields_of(ParamGroupConfig):
         if name not in group:
             raise table.error(f"{name} is missing")
-    kwargs = _values(given["optimizer_kwargs"].table, _optimizer_kwargs(group["optimizer_name"]))
+    kwargs = _values(given["optimizer_kwargs"].table, optimizer_kwargs(group["optimizer_name"]))
     if "lr" not in kwargs:
         raise given["optimizer_kwargs"].error("lr is missing; a group takes nothing from [optimizer]")
     try:
@@ -299,7 +310,7 @@ def _param_group(table: Given) -> ParamGroupConfig:
     return ParamGroupConfig(**group | {"optimizer_kwargs": kwargs})
 
 
-def _optimizer_kwargs(name: str) -> dict[str, Any]:
+def optimizer_kwargs(name: str) -> dict[str, Any]:
     arguments = _arguments(partial(_OPTIMIZERS[name], None))  # all but the first, the parameters
     return {key: _without_tensors(annotation) for key, annotation in arguments.items()}
 

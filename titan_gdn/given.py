@@ -186,7 +186,7 @@ def converted(given: Given, annotation: Any) -> Any:
         choices = _choices(annotation)
         names = value if isinstance(value, list) else [value]
         wrong = next((str(name) for name in names if name not in choices), "")
-        raise given.error(f"expected {_described(annotation)}.{_nearest(wrong, choices)}") from None
+        raise given.error(f"expected {described(annotation)}.{_nearest(wrong, choices)}") from None
 
 
 def _parsed(words: list[str], annotation: Any) -> Any:
@@ -236,15 +236,16 @@ def _typed(value: Any, annotation: Any) -> Any:
     raise TypeError
 
 
-def _described(annotation: Any) -> str:
+def described(annotation: Any) -> str:
+    """A type in the words of an error message or of the reference."""
     kind, args = get_origin(annotation) or annotation, get_args(annotation)
     if kind in (Union, UnionType):
-        return " or ".join(map(_described, args))
+        return " or ".join(map(described, args))
     if kind is Literal:
         return " or ".join(f'"{choice}"' for choice in args)
     if kind in (NoneType, ...):
         return '"none"' if kind is NoneType else "..."
-    return kind.__name__ + (f"[{', '.join(map(_described, args))}]" if args else "")
+    return kind.__name__ + (f"[{', '.join(map(described, args))}]" if args else "")
 
 
 def _choices(annotation: Any) -> list[str]:

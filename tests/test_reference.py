@@ -1,0 +1,39 @@
+"""The printed reference is a file that a run can be made of."""
+
+import re
+
+import pytest
+
+from titan_gdn.config import SECTIONS, defaults, load_config
+from titan_gdn.models.hybrid.quantize import PARTS
+from titan_gdn.reference import main
+
+
+@pytest.mark.parametrize(
+    ("model", "flavor"), [("qwen3_next", "debug"), ("qwen3_next", "80B-A3B-1M"), ("kimi_linear", "48B-A3B")]
+)
+def test_a_run_of_the_printed_file_is_the_flavours_own(model, flavor, capsys, tmp_path):
+    main([model, flavor])
+    path = tmp_path / "reference.toml"
+    path.write_text(capsys.readouterr().out)
+    read, own = load_config(["--job.config_file", str(path)], 8, here=False), defaults(model, flavor)
+    for section in SECTIONS:
+        assert getattr(read, section) == getattr(own, section), section
+    without_addresses = [re.sub("0x[0-9a-f]+", "", repr(x.model_spec.model)) for x in (read, own)]
+    assert without_addresses[0] == without_addresses[1]
+
+
+def test_every_key_has_its_meaning_and_every_converter_is_there(capsys):
+    main(["kimi_linear", "debug_moe"])
+    told = capsys.readouterr().out
+    for part, converters in PARTS.items():
+        for name in converters:
+            assert f'# [quantize.{part}]\n# name = "{name}"' in told
+    assert "# Sequence length (int)\nseq_len = 256\n" in told
+    assert "# epsilon of the norms" in told and '# mode = "memory_budget"' in told
+
+
+@pytest.mark.parametrize("argv", [[], ["qwen3_next"], ["qwen3_next", "7B"], ["mamba", "debug"]])
+def test_what_is_not_there_is_refused_with_what_is(argv):
+    with pytest.raises(SystemExit, match="MODEL FLAVOR"):
+        main(argv)

@@ -247,7 +247,7 @@ def test_the_million_token_run_is_valid_at_full_size_and_runs_dry_when_scaled_do
         "head_dim": 32,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
-        "n_experts": 8,
+        "n_experts": 64,
         "n_experts_per_token": 2,
         "expert_hidden_dim": 64,
         "shared_expert_hidden_dim": 64,

@@ -143,7 +143,7 @@ def test_the_million_token_run_is_valid_at_full_size_and_runs_dry_when_scaled_do
     local = ["--model.hf_assets_path", BYTE_TOKENIZER, "--dataloader.dataset_path", os.path.dirname(__file__)]
     config = load_config(["--job.config_file", path, *local, "--checkpoint.no-initial_load_in_hf"], 64)
     assert config.training.seq_len == 1048576 and config.model_spec.flavor == "48B-A3B"
-    small = {"vocab_size": 512, "dim": 256, "n_layers": 4, "n_experts": 8, "n_experts_per_token": 2}
+    small = {"vocab_size": 512, "dim": 256, "n_layers": 4, "n_experts": 64, "n_experts_per_token": 2}
     small |= {"hidden_dim": 512, "expert_hidden_dim": 64, "shared_expert_hidden_dim": 64}
     assert len(dry_run(path, tmp_path, *local, **small)["loss"]) == 1
 

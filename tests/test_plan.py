@@ -75,7 +75,7 @@ def test_the_million_token_runs_say_what_they_take_and_why(printed):
     why = choose(GDN, MILLION, Machine(), recompute=True, layers=36)
     assert f"auto takes {why.name}: {' '.join(why.reason.split())}" in told
     assert "Gated DeltaNet, 36 layers" in told and "79.67 B parameters" in told
-    assert "does not fit a device of 80 GiB" in told
+    assert "It fits a device of 80 GiB" in told
 
     told = printed("--linear_attention.exchange", "all_gather", file=KIMI)
     assert "The configuration names all_gather; auto would take state: " in told

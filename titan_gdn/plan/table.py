@@ -33,7 +33,9 @@ _MEMORY = {
 def print_plan(plan: Plan, world_size: int) -> None:
     """The exchanges of each kind of linear attention, then the model and its memory."""
     console = Console(width=120, highlight=False, markup=False)
-    degrees = {name: getattr(plan.dims, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    degrees = {
+        name: getattr(plan.dims, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp")
+    }
     listed = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
     split = plan.exchanges[0].split
     console.print(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from titan_gdn.layers.gated_attention import KeyValueLinear
+from titan_gdn.layers.gated_attention import GatedAttention
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.latent_attention import LatentAttention
@@ -118,18 +118,24 @@ def _fla_rule(
 
 def _stand_in_for_collectives(block: HybridBlock, split: Split) -> None:
     """Give the block's parts the sizes that they would gather, and take from them what they would scatter."""
+    parts = [block.linear_attention, block.attention, block.feed_forward, block.moe]
+    if block.moe is not None:
+        experts = block.moe.routed_experts.inner_experts
+        experts._grouped_mm = _grouped_product
+        if len(experts.w1_EFD) < experts.num_experts:
+            # Experts of many ranks: each sends its own tokens and is sent as many.
+            parts[-1] = block.moe.shared_experts
     if split.sharded:
-        for part in (block.linear_attention, block.attention, block.feed_forward, block.moe):
+        for part in parts:
             if part is not None:
                 part.forward = partial(_of_all_shards, part.forward, split.tp)
-    if block.moe is not None:
-        block.moe.routed_experts.inner_experts._grouped_mm = _grouped_product
     attention = block.attention
     if attention is None:
         return
-    for module in attention.modules():
-        if isinstance(module, KeyValueLinear) and split.tp > module.n_heads:
-            module.rows = slice(0, module.out_features // module.n_heads)
+    if isinstance(attention, GatedAttention) and split.tp > attention.n_key_value_heads:
+        # The rows of the head that this rank's queries share; the tracker knows no weights that are slices.
+        for linear in (attention.wk, attention.wv):
+            linear.weight = nn.Parameter(linear.weight.detach()[: attention.head_dim])
     if split.cp > 1 and isinstance(attention, LatentAttention):
         attention.gather = lambda kv_BLC, sequence: kv_BLC.repeat(1, split.cp, 1)
     elif split.cp > 1:

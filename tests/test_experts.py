@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import hf, ranks
-from tests.training import assert_same_numbers, dry_run, train
-from titan_gdn.assets import BYTE_TOKENIZER
+from tests.training import assert_same_numbers, train
 from titan_gdn.config import ConfigError, load_config
 from titan_gdn.models.kimi_linear.state_dict_adapter import published
 

@@ -96,11 +96,9 @@ def _make_fake(block: nn.Module, dtype: torch.dtype) -> None:
 def _choose_kernel(layer: LinearAttention) -> None:
     """The rule that the layer runs on a GPU; fake tensors, which are on no GPU, would get PyTorch's."""
     kernel, layer.run = layer.run.kernel, replace(layer.run, kernel="torch")
-    if kernel != "torch":
-        operator, *flags = {
-            GatedDeltaNet: (fla_gated_delta_rule,),
-            KimiDeltaAttention: (fla_kda, False),
-        }[type(layer)]
+    fla = {GatedDeltaNet: (fla_gated_delta_rule,), KimiDeltaAttention: (fla_kda, False)}
+    if kernel != "torch" and type(layer) in fla:
+        operator, *flags = fla[type(layer)]
         layer.rule = partial(_fla_rule, operator, flags)
 
 

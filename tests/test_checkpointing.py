@@ -42,7 +42,7 @@ def records(request):
     """By exchange and mode, what the two ranks of one pool saw; also the family."""
     cases = list(itertools.product(EXCHANGES, [*MODES, *COMPILED]))
     by_rank = ranks.run(
-        checkpointing_cases.train_modes, 2, request.param, [argv(*case) for case in cases], timeout=550
+        checkpointing_cases.train_modes, 2, request.param, [argv(*case) for case in cases], timeout=400
     )
     return request.param, dict(zip(cases, zip(*by_rank, strict=True), strict=True))
 

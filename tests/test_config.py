@@ -9,7 +9,7 @@ import pytest
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
@@ -17,7 +17,7 @@ from torchtitan.trainer import Trainer
 from titan_gdn import config as config_module
 from titan_gdn import models
 from titan_gdn.config import ConfigError, LinearAttentionConfig, check, load_config
-from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
+from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
 from titan_gdn.text_files import TextFilesDataLoader
 from titan_gdn.torchtitan_0_2 import WHAT_BECAME_OF
 

@@ -11,10 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.distributed import activation_checkpoint
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
+from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_gdn.config import ConfigError, load_config
-from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
+from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
 from titan_gdn.models.hybrid.model import recomputes, saved_exchanges
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next

@@ -26,11 +26,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import ParallelismConfig
-from torchtitan.distributed.activation_checkpoint import (
-    ActivationCheckpointing,
-    FullAC,
-    MemoryBudgetAC,
-)
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
@@ -38,7 +34,7 @@ from torchtitan.trainer import Trainer
 from titan_gdn import models
 from titan_gdn.given import ConfigError, Given, converted, one_of, read
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
-from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
+from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
 from titan_gdn.models.hybrid.pipeline import SCHEDULES, SPLIT_BACKWARD
 from titan_gdn.models.hybrid.quantize import PARTS
 from titan_gdn.text_files import TextFilesDataLoader, list_files

@@ -1,15 +1,17 @@
-"""What selective activation checkpointing saves of our operators and of what crosses between CP ranks."""
+"""TorchTitan's activation checkpointing, made to know our operators and what crosses between CP ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed import activation_checkpoint
 
+import titan_gdn.ops.flops  # noqa: F401  (a memory budget is spent by what operators cost)
 from titan_gdn.parallel.collectives import group_name
 from titan_gdn.parallel.exchange import Exchange, NoExchange
 
@@ -44,6 +46,23 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
 
         wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, context_fn=contexts)
         return wrapped
+
+
+class MemoryBudgetAC(activation_checkpoint.MemoryBudgetAC):
+    """TorchTitan's, where blocks communicate.
+
+    A compiled block takes process groups as arguments. Torch's partitioner wants the size of all of them, and
+    raises for an object that may hold tensors; these hold none.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(activation_checkpoint.MemoryBudgetAC.Config):
+        pass
+
+    def apply(self, model: nn.Module) -> None:
+        """As TorchTitan's."""
+        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
+        super().apply(model)
 
 
 def _policy(

@@ -368,7 +368,8 @@ def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Split:
 def recomputes(config: "Trainer.Config") -> bool:
     """Whether the backward repeats the forward of a linear attention layer, its exchange included.
 
-    The compiler's memory budget does not: torch's partitioner repeats no collective of its own accord.
+    The compiler's memory budget is taken not to. Torch's partitioner does repeat an all-to-all where the
+    budget is small, for it is none of the collectives that it knows; which, is not known before it compiles.
     """
     return isinstance(config.activation_checkpoint, FullAC.Config | activation_checkpoint.SelectiveAC.Config)
 

@@ -106,7 +106,9 @@ def test_hugging_face_weights_go_into_stages_and_come_back_bit_for_bit(family, t
         name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): weight for name, weight in theirs.items()
     }
     assert exported.keys() == theirs.keys()
-    assert [name for name in theirs if not torch.equal(exported[name], theirs[name])] == []
+    changed = [name for name in theirs if not torch.equal(exported[name], theirs[name])]
+    # No rate: only the biases that balance experts take a step.
+    assert all(name.endswith("e_score_correction_bias") for name in changed)
 
 
 def test_a_run_stopped_in_stages_goes_on_in_others_and_on_one_rank(family, tmp_path):

@@ -34,7 +34,6 @@ def family(request, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp(request.param))
     model, overrides = hf.model(request.param, **LAYERS | SPARSE[request.param])
     model.save_pretrained(folder)
-    _write_short_documents(os.path.join(folder, "text"))
     path = hf.toml(
         folder,
         overrides,
@@ -53,14 +52,6 @@ def family(request, tmp_path_factory):
     one_rank = run(1)[0]
     assert one_rank["gap"] > 1e-6, "a near tie between experts: take another seed"
     return folder, run, one_rank
-
-
-def _write_short_documents(folder):
-    """Of 3 to 118 bytes, so that the rows of one step begin and end in different ones."""
-    os.makedirs(folder)
-    for i in range(24):
-        with open(os.path.join(folder, f"{i}.txt"), "w") as file:
-            file.write("".join(chr(33 + (j * j * (i + 3) + j) % 90) for j in range(3 + 5 * i)))
 
 
 # Both schedules on each mesh, by one family or the other, and every exchange by both.

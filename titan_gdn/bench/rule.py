@@ -1,5 +1,6 @@
 """A chunked rule by itself: time, share of the machine's matrix rate, memory, beside a peer."""
 
+import inspect
 import json
 import statistics
 import time
@@ -83,10 +84,10 @@ def _transformers(rule: str) -> Callable:
     if rule == "chunk_kda":
         from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-        return kimi_linear.chunk_kimi_delta_attention.__wrapped__
+        return inspect.unwrap(kimi_linear.chunk_kimi_delta_attention)
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-    return qwen3_next.torch_chunk_gated_delta_rule.__wrapped__
+    return inspect.unwrap(qwen3_next.torch_chunk_gated_delta_rule)
 
 
 def _inputs(options: RuleOptions, tokens: int) -> list[Tensor]:

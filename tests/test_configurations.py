@@ -7,10 +7,11 @@ from itertools import chain
 
 import pytest
 
-from tests import hf
+from tests import hf, ranks
+from tests.training import one_step
 from titan_gdn.config import ConfigError, load_config
 
-COUNT = 200
+COUNT, TRAINED = 200, 30
 KINDS = ("linear_attention", "full_attention")
 CHUNKS = 8  # of the loss
 
@@ -192,3 +193,38 @@ def test_every_refusal_names_a_key_that_was_given(verdicts):
         if reason is not None:
             named = {key.rpartition(".")[2] for key in options} & set(re.findall(r"\w+", reason))
             assert named, f"{world_size} ranks, {options}: {reason}"
+
+
+@pytest.fixture(scope="module")
+def trained(verdicts):
+    """Of what is accepted and small enough, the most varied: each brings the most values that are new."""
+    left = [(n, options) for n, options, reason in verdicts if reason is None and affordable(n, options)]
+    chosen, seen = [], set()
+    while len(chosen) < TRAINED:
+        chosen.append(max(left, key=lambda case: len(case[1].items() - seen)))
+        left.remove(chosen[-1])
+        seen |= chosen[-1][1].items()
+    return chosen
+
+
+def affordable(world_size, options):
+    """Stages talk to each other, so that each rank is a process; dry runs are of one, however many ranks."""
+    return world_size <= 4 or options["parallelism.pipeline_parallel_degree"] == 1
+
+
+def test_stages_and_dry_runs_are_trained(trained):
+    degrees = [options["parallelism.pipeline_parallel_degree"] for _, options in trained]
+    assert sum(degree > 1 for degree in degrees) >= 5
+    assert {options["training.mixed_precision_param"] for _, options in trained} == {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize("number", range(TRAINED))
+def test_what_is_accepted_trains(path, trained, number):
+    world_size, options = trained[number]
+    words = argv(path, options)
+    if options["parallelism.pipeline_parallel_degree"] > 1:
+        losses = ranks.run(one_step, world_size, words)
+    else:
+        losses = ranks.run(one_step, 1, [*words, "--comm.mode=fake_backend"], world_size)
+    known = [loss for loss in losses if loss is not None]
+    assert known and all(map(math.isfinite, known)), options

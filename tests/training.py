@@ -31,16 +31,7 @@ def train(argv, step_of_gradients=1):
     and the next one, and the bias of each router after the last step. Ranks without the last stage know no
     losses.
     """
-    import torchtitan.trainer
-
-    from titan_gdn.config import load_config
-
-    # The trainer lets other ranks finish printing before it ends; here nobody reads.
-    torchtitan.trainer.time = types.SimpleNamespace(
-        perf_counter=time.perf_counter, sleep=lambda seconds: None
-    )
-    config = load_config(argv, int(os.environ["WORLD_SIZE"]))
-    trainer = config.build()
+    trainer = _built(argv)
     record = {"loss": [], "grad_norm": [], "gradients": {}, "validation": [], "gap": _watch_routers(trainer)}
 
     def log(step, loss, max_loss, grad_norm, extra_metrics=None):
@@ -72,6 +63,38 @@ def train(argv, step_of_gradients=1):
     if int(os.environ["RANK"]) % (int(os.environ["WORLD_SIZE"]) // stages):
         record["gradients"] = {}
     return record
+
+
+def one_step(argv, dry_ranks=None):
+    """The loss of a run of one step, None on ranks without the last stage.
+
+    Nothing is watched inside the model, which may be compiled.
+
+    Args:
+        argv: the command line.
+        dry_ranks: in a dry run, how many ranks this one stands for.
+    """
+    if dry_ranks is not None:
+        os.environ["NGPU"] = str(dry_ranks)
+    trainer = _built([*argv, "--training.steps", "1"])
+    losses = []
+    trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
+    trainer.train()
+    trainer.close()
+    return losses[0] if getattr(trainer, "pp_has_last_stage", True) else None
+
+
+def _built(argv):
+    """The trainer of a command line."""
+    import torchtitan.trainer
+
+    from titan_gdn.config import load_config
+
+    # The trainer lets other ranks finish printing before it ends; here nobody reads.
+    torchtitan.trainer.time = types.SimpleNamespace(
+        perf_counter=time.perf_counter, sleep=lambda seconds: None
+    )
+    return load_config(argv, int(os.environ["WORLD_SIZE"])).build()
 
 
 def train_until(argv, stop):

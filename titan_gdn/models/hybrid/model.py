@@ -246,11 +246,13 @@ class HybridModel(Decoder):
             self.check(config)
             self.check_device()
             self._choose_exchange(config)
+            # In a dry run a rank receives what it sends, which therefore has to be something for its experts.
+            dry = config.comm.mode == "fake_backend" and parallelism.expert_parallel_degree > 1
             for layer in self.layers:
                 if (rope := getattr(layer.attention, "rope", None)) is not None:
                     layer.attention.rope = replace(rope, max_seq_len=config.training.seq_len)
                 if layer.moe is not None:
-                    layer.moe.router._debug_force_load_balance = config.debug.moe_force_load_balance
+                    layer.moe.router._debug_force_load_balance = config.debug.moe_force_load_balance or dry
             self.set_sharding(
                 tp=parallelism.tensor_parallel_degree,
                 enable_sp=parallelism.enable_sequence_parallel,

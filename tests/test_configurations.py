@@ -39,7 +39,7 @@ def _model(draw):
         draw.choice(["debug", "debug_moe", "debug_moe"]),
     )
     heads = draw.value([4, 8, 16], [3, 0])
-    layers = draw.value([2, 4, 4, 6, 8], [1, 0])
+    layers = draw.value([2, 2, 2, 4, 6, 8], [1, 0])
     options = {
         "model.name": name,
         "model.flavor": flavor,
@@ -207,9 +207,20 @@ def trained(verdicts):
     return chosen
 
 
+def dry(options):
+    """Whether one process can stand for all ranks. Stages talk, and so do experts where none deals out."""
+    dealt = options["parallelism.spmd_backend"] == "spmd_types" or 1 in (
+        options["parallelism.tensor_parallel_degree"],
+        options["parallelism.expert_parallel_degree"],
+    )
+    return dealt and options["parallelism.pipeline_parallel_degree"] == 1
+
+
 def affordable(world_size, options):
-    """Stages talk to each other, so that each rank is a process; dry runs are of one, however many ranks."""
-    return world_size <= 4 or options["parallelism.pipeline_parallel_degree"] == 1
+    """Few processes, and few layers where it is slow."""
+    bfloat16 = options["training.mixed_precision_param"] == "bfloat16"
+    slow = bfloat16 or options["compile.enable"] == "true"
+    return (world_size <= 4 or dry(options)) and options["model.overrides.n_layers"] <= (2 if slow else 6)
 
 
 def test_stages_and_dry_runs_are_trained(trained):
@@ -222,9 +233,24 @@ def test_stages_and_dry_runs_are_trained(trained):
 def test_what_is_accepted_trains(path, trained, number):
     world_size, options = trained[number]
     words = argv(path, options)
-    if options["parallelism.pipeline_parallel_degree"] > 1:
-        losses = ranks.run(one_step, world_size, words)
-    else:
+    if dry(options):
         losses = ranks.run(one_step, 1, [*words, "--comm.mode=fake_backend"], world_size)
+    else:
+        losses = ranks.run(one_step, world_size, words)
     known = [loss for loss in losses if loss is not None]
     assert known and all(map(math.isfinite, known)), options
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("--comm.mode=fake_backend", "--parallelism.expert_parallel_degree=2"),
+        ("--debug.moe_force_load_balance",),
+    ],
+)
+def test_experts_that_are_dealt_out_need_plain_tensors(path, monkeypatch, asked):
+    monkeypatch.setenv("NGPU", "4")
+    words = ["--job.config_file", path, "--parallelism.tensor_parallel_degree=2", *asked]
+    load_config([*words, "--parallelism.spmd_backend=spmd_types"], 4)
+    with pytest.raises(ConfigError, match="spmd_backend = 'partial_dtensor': set it to 'spmd_types'"):
+        load_config([*words, "--parallelism.spmd_backend=partial_dtensor"], 4)

@@ -119,6 +119,7 @@ class HybridModel(Decoder):
             check_pipeline(self, config)
             self._check_widths(config.parallelism)
             self._check_experts(config.parallelism)
+            self._check_routing(config)
             self._check_length(config.parallelism, config.training.seq_len)
             self._check_exchange(config)
             for layer in self.linear_layers():
@@ -205,6 +206,20 @@ class HybridModel(Decoder):
                     "expert_parallel_degree, or model.overrides.expert_hidden_dim"
                 )
 
+        def _check_routing(self, config: "Trainer.Config") -> None:
+            """TorchTitan's router that deals tokens out mixes DTensors and plain tensors under TP."""
+            parallelism, tp = config.parallelism, config.parallelism.tensor_parallel_degree
+            experts = any(layer.moe is not None for layer in self.layers)
+            if experts and tp > 1 and parallelism.spmd_backend == "partial_dtensor" and deals_out(config):
+                why = "debug.moe_force_load_balance = true"
+                if not config.debug.moe_force_load_balance:
+                    why = "comm.mode = 'fake_backend' with parallelism.expert_parallel_degree > 1"
+                raise ValueError(
+                    f"{why} deals tokens out to experts whatever their scores, which TorchTitan cannot with "
+                    f"parallelism.tensor_parallel_degree = {tp} and parallelism.spmd_backend = "
+                    "'partial_dtensor': set it to 'spmd_types'"
+                )
+
         def _check_length(self, parallelism: ParallelismConfig, seq_len: int) -> None:
             tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
             sp = tp if parallelism.enable_sequence_parallel else 1
@@ -246,13 +261,11 @@ class HybridModel(Decoder):
             self.check(config)
             self.check_device()
             self._choose_exchange(config)
-            # In a dry run a rank receives what it sends, which therefore has to be something for its experts.
-            dry = config.comm.mode == "fake_backend" and parallelism.expert_parallel_degree > 1
             for layer in self.layers:
                 if (rope := getattr(layer.attention, "rope", None)) is not None:
                     layer.attention.rope = replace(rope, max_seq_len=config.training.seq_len)
                 if layer.moe is not None:
-                    layer.moe.router._debug_force_load_balance = config.debug.moe_force_load_balance or dry
+                    layer.moe.router._debug_force_load_balance = deals_out(config)
             self.set_sharding(
                 tp=parallelism.tensor_parallel_degree,
                 enable_sp=parallelism.enable_sequence_parallel,
@@ -349,6 +362,15 @@ class HybridModel(Decoder):
             h_BLD = layer(h_BLD, attention_masks, positions, decay, sequence=sequence)
         h_BLD = self.norm(h_BLD) if self.norm is not None else h_BLD
         return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
+
+
+def deals_out(config: "Trainer.Config") -> bool:
+    """Whether routers give every expert as many tokens: where that is asked for, and in a dry run with EP.
+
+    There a rank receives what it sends, and torch's fake backend refuses to repeat nothing.
+    """
+    dry = config.comm.mode == "fake_backend" and config.parallelism.expert_parallel_degree > 1
+    return dry or config.debug.moe_force_load_balance
 
 
 def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Split:

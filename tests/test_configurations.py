@@ -254,3 +254,17 @@ def test_experts_that_are_dealt_out_need_plain_tensors(path, monkeypatch, asked)
     load_config([*words, "--parallelism.spmd_backend=spmd_types"], 4)
     with pytest.raises(ConfigError, match="spmd_backend = 'partial_dtensor': set it to 'spmd_types'"):
         load_config([*words, "--parallelism.spmd_backend=partial_dtensor"], 4)
+
+
+@pytest.mark.parametrize("ranks_given", [None, "", "0", "many"])
+def test_a_dry_run_without_a_number_of_ranks_is_refused(path, monkeypatch, ranks_given):
+    monkeypatch.delenv("NGPU", raising=False)
+    if ranks_given is not None:
+        monkeypatch.setenv("NGPU", ranks_given)
+    with pytest.raises(ConfigError, match=r"\[comm\] mode = .*NGPU"):
+        load_config(["--job.config_file", path, "--comm.mode=fake_backend"], 1)
+
+
+def test_ranks_that_are_simulated_in_one_process_are_refused(path):
+    with pytest.raises(ConfigError, match=r"\[comm\] mode = .*Possible: default, fake_backend"):
+        load_config(["--job.config_file", path, "--comm.mode=local_tensor"], 1)

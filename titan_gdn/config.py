@@ -327,7 +327,7 @@ def check(config: Trainer.Config, world_size: int) -> None:
         ConfigError: As `check_run`; also a folder or data is not there, or this machine cannot run it.
     """
     if config.comm.mode == "fake_backend":  # TorchTitan's dry run: one process stands for so many ranks
-        world_size = int(os.environ.get("NGPU", world_size))
+        world_size = _dry_ranks()
     check_run(config, world_size)
     _check_device(config)
     _check_tokenizer(config)
@@ -335,6 +335,17 @@ def check(config: Trainer.Config, world_size: int) -> None:
     _check_data("dataloader", config.dataloader)
     if config.validator.enable:
         _check_data("validator.dataloader", config.validator.dataloader)
+
+
+def _dry_ranks() -> int:
+    """The number of ranks of a dry run, which TorchTitan reads from the environment."""
+    ranks = os.environ.get("NGPU", "")
+    if not ranks.isdecimal() or int(ranks) < 1:
+        raise ConfigError(
+            f'[comm] mode = "fake_backend": the environment variable NGPU = "{ranks}" is to be the number of '
+            "ranks, as in NGPU=64 torchrun --nproc-per-node 1 ..."
+        )
+    return int(ranks)
 
 
 def check_run(config: Trainer.Config, world_size: int) -> None:
@@ -354,6 +365,11 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
         raise ConfigError(f"[activation_checkpoint] memory_budget = {budget}: expected a number from 0 to 1")
     if config.debug.spmd_typechecking:
         raise ConfigError("[debug] spmd_typechecking is not supported: the layers' exchanges are not typed")
+    if config.comm.mode == "local_tensor":
+        raise ConfigError(
+            '[comm] mode = "local_tensor" is not supported: data are dealt out to one rank a process. '
+            "Possible: default, fake_backend."
+        )
     if config.checkpoint.create_seed_checkpoint and not (config.checkpoint.enable and world_size == 1):
         raise ConfigError("[checkpoint] create_seed_checkpoint needs enable = true, and one rank")
     resolved = replace(config.parallelism, data_parallel_shard_degree=shard)

@@ -225,10 +225,11 @@ def affordable(world_size, options):
 
 def test_stages_and_dry_runs_are_trained(trained):
     degrees = [options["parallelism.pipeline_parallel_degree"] for _, options in trained]
-    assert sum(degree > 1 for degree in degrees) >= 5
+    assert sum(degree > 1 for degree in degrees) >= 4
     assert {options["training.mixed_precision_param"] for _, options in trained} == {"float32", "bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(TRAINED))
 def test_what_is_accepted_trains(path, trained, number):
     world_size, options = trained[number]

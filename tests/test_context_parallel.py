@@ -20,6 +20,7 @@ def matrix(request):
     return request.param, ranks.run(layer_cases.matrix, 4, request.param, layer_cases.CASES, timeout=580)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", layer_cases.CASES, ids=layer_cases.name)
 def test_a_layer_gives_the_numbers_of_one_rank(matrix, case):
     layer, records = matrix

@@ -123,6 +123,7 @@ REFUSED = {
     f"{PP} 2 {KEY}_layers_per_stage 1 {SCHEDULE} GPipe": "makes 6 stages.* takes 2$",
     f"{PP} 2 {KEY}_layers_per_stage 3 {SCHEDULE} LoopedBFS": "a multiple of 2, at least 4",
     f"{PP} 2 {KEY}_first_stage_less_layers 6": "at least 5 are needed",
+    f"{PP} 2 {SCHEDULE} LoopedBFS --model.overrides.n_layers 2": "embedding alone .*less_layers = 0",
     f"{PP} 2 {KEY}_last_stage_less_layers -1": "less_layers = -1: expected at least 0",
     f"{PP} 2 {KEY}_microbatch_size 0": "microbatch_size must be greater than 0",
     f"{PP} 2 {KEY}_microbatch_size 3": "local_batch_size .* evenly divisible",
@@ -167,4 +168,6 @@ def test_stages_given_by_hand_are_the_model_in_order(parts, tmp_path):
         load(parts)
     with pytest.raises(ConfigError, match="module_fqns_per_model_part of 1 parts.* takes 2$"):
         load('[["tok_embeddings"]]')
-    load('[["tok_embeddings"], ["layers.0", "layers.1", "layers.2", "layers.3", "norm", "lm_head"]]')
+    with pytest.raises(ConfigError, match="must give the first stage a layer"):
+        load('[["tok_embeddings"], ["layers.0", "layers.1", "layers.2", "layers.3", "norm", "lm_head"]]')
+    load('[["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "lm_head"]]')

@@ -356,11 +356,12 @@ class HybridModel(Decoder):
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
         sequence = SequenceLayout.from_positions(positions, self.context_parallel)
         decays = iter([decay() for decay in self.decays()])
-        h_BLD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        embed = _BetweenStages.apply if self.tok_embeddings is None else self.tok_embeddings
+        h_BLD = embed(tokens)
         for layer in self.layers.values():
             decay = next(decays) if layer.linear_attention is not None else None
             h_BLD = layer(h_BLD, attention_masks, positions, decay, sequence=sequence)
-        h_BLD = self.norm(h_BLD) if self.norm is not None else h_BLD
+        h_BLD = self.norm(h_BLD) if self.norm is not None else _BetweenStages.apply(h_BLD)
         return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
 
 
@@ -371,6 +372,21 @@ def deals_out(config: "Trainer.Config") -> bool:
     """
     dry = config.comm.mode == "fake_backend" and config.parallelism.expert_parallel_degree > 1
     return dry or config.debug.moe_force_load_balance
+
+
+class _BetweenStages(torch.autograd.Function):
+    """What a pipeline stage is given or gives: torch sends it, and its gradient, only if rows lie in order.
+
+    Shards of sequence parallelism may not.
+    """
+
+    @staticmethod
+    def forward(ctx: object, x_BLD: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return x_BLD.contiguous()
+
+    @staticmethod
+    def backward(ctx: object, d_BLD: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return d_BLD.contiguous()
 
 
 def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Split:

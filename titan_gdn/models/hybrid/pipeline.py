@@ -22,6 +22,11 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 the head are one FSDP unit, and the loss in chunks has run the head's backward, after which the norm's weight
 is no longer the one of the graph: `norm.weight` had no gradient, or one that was 29% off (torch 2.14)."""
 
+_EMBEDDING_ALONE = (
+    "a stage of the embedding alone has no parameters for the optimizer's group of norms and decays, and "
+    "TorchTitan refuses a group that is empty on a stage"
+)
+
 
 def check_pipeline(model: "HybridModel.Config", config: "Trainer.Config") -> None:
     """Refuse what no pipeline is made of.
@@ -115,6 +120,13 @@ def _check_layers(n_layers: int, stages: int, parallelism: ParallelismConfig) ->
             f"which the {n_layers} layers of the model do not fill: at least {needed} are needed (with "
             f"pipeline_parallel_first_stage_less_layers = {first} and _last_stage_less_layers = {last})"
         )
+    # The first stages have a layer more where layers and stages do not come out even.
+    if first and first == -(-(n_layers + first + last) // stages):
+        raise ValueError(
+            f"{_EMBEDDING_ALONE}: {n_layers} layers on {stages} stages leave none for the first. Set "
+            f"parallelism.pipeline_parallel_first_stage_less_layers = {first - 1}, or give it layers "
+            "(model.overrides.n_layers, parallelism.pipeline_parallel_degree, pipeline_parallel_schedule)"
+        )
 
 
 def _check_parts(n_layers: int, parts: list[list[str]]) -> None:
@@ -125,6 +137,10 @@ def _check_parts(n_layers: int, parts: list[list[str]]) -> None:
             f"parallelism.module_fqns_per_model_part = {parts}: expected 'tok_embeddings', 'layers.0' to "
             f"'layers.{n_layers - 1}', 'norm' and 'lm_head' once each and in this order, in parts of which "
             "none is empty, 'norm' and 'lm_head' together"
+        )
+    if parts[0] == ["tok_embeddings"]:
+        raise ValueError(
+            f"{_EMBEDDING_ALONE}: parallelism.module_fqns_per_model_part must give the first stage a layer"
         )
 
 

@@ -18,9 +18,9 @@ ONE_STAGE = ("1F1B", "GPipe")
 """Schedules of one stage a rank; the others take two or more."""
 SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS")
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules whose backwards for inputs and for weights are apart, which loses a gradient. The last norm and
-the head are one FSDP unit, and the loss in chunks has run the head's backward, after which the norm's weight
-is no longer the one of the graph: `norm.weight` had no gradient, or one that was 29% off (torch 2.14)."""
+"""Schedules whose backwards for inputs and for weights are apart, which loses a gradient: `norm.weight` had
+none, or one that was 29% off (torch 2.14, TorchTitan 0.3). Likely, not shown: norm and head are one FSDP
+unit, whose backward the loss in chunks has run by then, and the norm's weight is no longer the graph's."""
 
 _EMBEDDING_ALONE = (
     "a stage of the embedding alone has no parameters for the optimizer's group of norms and decays, and "

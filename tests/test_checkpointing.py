@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests import checkpointing_cases, ranks
+from tests.training import with_slow
 from titan_gdn.config import ConfigError, load_config
 from titan_gdn.models.hybrid import activation_checkpoint
 from titan_gdn.parallel.collectives import ALL_GATHER, ALL_TO_ALL
@@ -37,7 +38,7 @@ def argv(exchange, mode):
     return ["--linear_attention.exchange", exchange, "--activation_checkpoint.mode", *words, *compiled]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=with_slow(FAMILIES, ["kimi_linear"]))
 def records(request):
     """By exchange and mode, what the two ranks of one pool saw; also the family."""
     cases = [*itertools.product(EXCHANGES, MODES), *itertools.product(["state"], COMPILED)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import hf, layer_cases, outside_trainer, ranks
-from tests.training import assert_same_numbers, dry_run, train
+from tests.training import assert_same_numbers, dry_run, train, with_slow
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config import ConfigError, load_config
 from titan_gdn.models.qwen3_next import qwen3_next
@@ -127,6 +127,7 @@ def test_the_other_backend_trains_alike(run, one_rank, mesh, exchange, order):
     compare(run, one_rank, MESHES[mesh], exchange, order, "partial_dtensor")
 
 
+@pytest.mark.slow
 def test_where_heads_do_not_divide_the_state_is_handed_on(run, one_rank):
     """Four key heads on eight ranks, and nobody had to say so."""
     records = run(8, CP, "4", TP, "2", "--parallelism.context_parallel_load_balancer", "headtail")
@@ -141,12 +142,13 @@ def compare(run, one_rank, mesh, exchange, order, backend):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", with_slow([None, "aot_eager", "inductor"], ["inductor"]))
 def test_a_block_works_in_a_plain_program_and_compiles_without_a_graph_break(exchange, backend):
     errors = ranks.run(outside_trainer.block_on_a_mesh, 2, exchange, backend, timeout=280)
     assert max(errors) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_ten_compiled_and_checkpointed_steps_end_and_equal_eager_ones(tmp_path, exchange):
     """Collectives of the exchange and of FSDP in one backward: a reordering would hang (prime-rl #3195)."""

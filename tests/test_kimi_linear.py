@@ -116,6 +116,7 @@ MESHES = {
 }
 # The other backend treats TP differently, and nothing else.
 RUNS = [(mesh, "spmd_types") for mesh in MESHES]
+RUNS[-1] = pytest.param(*RUNS[-1], marks=pytest.mark.slow)  # of eight ranks
 RUNS += [(mesh, "partial_dtensor") for mesh in MESHES if "tp 2" in mesh and MESHES[mesh][0] <= 4]
 
 

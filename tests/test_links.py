@@ -13,6 +13,7 @@ OPTIONS = LayerOptions(dim=64, key_heads=4, value_heads=8, key_dim=32, value_dim
 FAR_APART = 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["loopback", "slow"])
 def test_where_the_model_sees_a_clear_difference_the_clock_agrees(link):
     where = links.slow_link() if link == "slow" else contextlib.nullcontext((None, None))

@@ -17,7 +17,7 @@ from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, Split, traffic
 @pytest.fixture(scope="module", params=layer_cases.LAYERS)
 def matrix(request):
     """A layer, and all its cases in one pool of four ranks; the worst rank counts."""
-    return request.param, ranks.run(layer_cases.matrix, 4, request.param, layer_cases.CASES, timeout=580)
+    return request.param, ranks.run(layer_cases.matrix, 4, request.param, layer_cases.CASES, timeout=850)
 
 
 @pytest.mark.slow

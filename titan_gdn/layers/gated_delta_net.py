@@ -28,16 +28,9 @@ class GatedDeltaNet(LinearAttention):
 
         def shape(self) -> LayerShape:
             """What the traffic model needs to know."""
-            return LayerShape(
-                width=self.in_proj_qkv.in_features,
+            return self.shape_of_heads(
                 exchanged=self.in_proj_qkv.out_features + self.in_proj_ba.out_features,
                 output=self.in_proj_z.out_features,
-                key_heads=self.n_key_heads,
-                value_heads=self.n_value_heads,
-                key_dim=self.key_head_dim,
-                value_dim=self.value_head_dim,
-                channels=self.in_proj_qkv.out_features,
-                kernel_size=self.conv.kernel_size,
                 per_channel=False,
             )
 

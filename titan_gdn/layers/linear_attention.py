@@ -25,6 +25,7 @@ from titan_gdn.ops.backends import Backend
 from titan_gdn.parallel.cost import Machine
 from titan_gdn.parallel.exchange import Exchange, NoExchange, make_exchange
 from titan_gdn.parallel.sequence import SequenceLayout
+from titan_gdn.parallel.traffic import LayerShape
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,6 +111,23 @@ class LinearAttention(Module):
         norm: GatedRMSNorm.Config
         out_proj: Linear.Config
         run: LinearAttentionConfig
+
+        def shape(self) -> LayerShape:
+            """What the traffic model needs to know."""
+            raise NotImplementedError
+
+        def shape_of_heads(self, **own: Any) -> LayerShape:
+            """A layer's shape: what follows from its heads, and its `own` rest."""
+            return LayerShape(
+                width=self.in_proj_qkv.in_features,
+                key_heads=self.n_key_heads,
+                value_heads=self.n_value_heads,
+                key_dim=self.key_head_dim,
+                value_dim=self.value_head_dim,
+                channels=self.in_proj_qkv.out_features,
+                kernel_size=self.conv.kernel_size,
+                **own,
+            )
 
     def __init__(self, config: Config) -> None:
         super().__init__()

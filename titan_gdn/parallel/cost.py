@@ -241,12 +241,16 @@ def choose(
     return Choice(name, costs, without, f"a layer's {passes}, {machine_told}: {'; '.join(told)}")
 
 
-def _listed(without: dict[ExchangeName, str]) -> str:
+def by_reason(without: dict[ExchangeName, str]) -> dict[str, list[ExchangeName]]:
     """The exchanges that cannot be, by what they cannot for."""
-    names: dict[str, list[str]] = {}
+    names: dict[str, list[ExchangeName]] = {}
     for name, reason in without.items():
         names.setdefault(reason, []).append(name)
-    return "; ".join(f"{' and '.join(names[reason])}, for {reason}" for reason in names)
+    return names
+
+
+def _listed(without: dict[ExchangeName, str]) -> str:
+    return "; ".join(f"{' and '.join(names)}, for {reason}" for reason, names in by_reason(without).items())
 
 
 def _gib(size: float) -> str:

@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from titan_gdn.parallel.cost import by_reason
 from titan_gdn.parallel.exchange import ExchangeName
 from titan_gdn.parallel.traffic import EXCHANGES
 from titan_gdn.plan.figures import Exchanges, Plan, by_kind, crossovers
@@ -140,13 +141,10 @@ def print_sweep(swept: dict[int, list[Exchanges] | str], key: str) -> None:
 
 
 def _impossible(impossible: dict[ExchangeName, str]) -> list[str]:
-    """What cannot be, by what it cannot for."""
-    names: dict[str, list[str]] = {}
-    for name, reason in impossible.items():
-        names.setdefault(reason, []).append(name)
+    """What cannot be and why, a sentence for each reason."""
     return [
-        f"{' and '.join(names[reason])} {'is' if len(names[reason]) == 1 else 'are'} impossible: {reason}"
-        for reason in names
+        f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} impossible: {reason}"
+        for reason, names in by_reason(impossible).items()
     ]
 
 

@@ -31,6 +31,7 @@ from titan_gdn.parallel.collectives import (
     in_order,
     reorder,
 )
+from titan_gdn.parallel.in_place import InPlace
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.parallel.state import HandOnState
 
@@ -107,7 +108,7 @@ class _AllTokens:
         return out
 
 
-class NoExchange(_AllTokens):
+class NoExchange(InPlace, _AllTokens):
     """Without context parallelism every rank has all tokens.
 
     Args:
@@ -116,24 +117,6 @@ class NoExchange(_AllTokens):
 
     mesh = None
     saved = ()
-
-    def __init__(self, tp_mesh: DeviceMesh | None = None) -> None:
-        self.tp_mesh = tp_mesh
-
-    def groups(self, groups: int) -> slice:
-        """All of them."""
-        return slice(0, groups)
-
-    def to_heads(
-        self, x: Tensor, project: Project, bottleneck: Bottleneck, groups: int, sequence: SequenceLayout
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Project, no more."""
-        home = gather_sequence(x, self.tp_mesh)
-        return project(home, self.groups(groups)), bottleneck(home), home
-
-    def to_tokens(self, out: Tensor, sequence: SequenceLayout) -> Tensor:
-        """Nothing to do."""
-        return out
 
 
 class AllToAll(_AllTokens):

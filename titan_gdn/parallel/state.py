@@ -19,13 +19,14 @@ from torch.distributed._functional_collectives import all_gather_single, wait_te
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_gdn.parallel.collectives import ALL_GATHER, gather_sequence
+from titan_gdn.parallel.in_place import InPlace
 from titan_gdn.parallel.sequence import Segments, SequenceLayout
 
 if TYPE_CHECKING:
-    from titan_gdn.parallel.exchange import Bottleneck, Convolution, Project, Rule
+    from titan_gdn.parallel.exchange import Convolution, Rule
 
 
-class HandOnState:
+class HandOnState(InPlace):
     """Every rank runs its own tokens, all head groups: heads need divide by TP only, and any CP will do.
 
     Args:
@@ -38,24 +39,9 @@ class HandOnState:
     saved = (ALL_GATHER,)  # of the halo and of `[b | M]`
 
     def __init__(self, mesh: DeviceMesh, tp_mesh: DeviceMesh | None, regather: bool) -> None:
+        super().__init__(tp_mesh)
         self.mesh = mesh
-        self.tp_mesh = tp_mesh
         self.regather = regather
-
-    def groups(self, groups: int) -> slice:
-        """All of them."""
-        return slice(0, groups)
-
-    def to_heads(
-        self, x: Tensor, project: "Project", bottleneck: "Bottleneck", groups: int, sequence: SequenceLayout
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Project, no more: `[B, L, G, W]`."""
-        home = gather_sequence(x, self.tp_mesh)
-        return project(home, self.groups(groups)), bottleneck(home), home
-
-    def to_tokens(self, out: Tensor, sequence: SequenceLayout) -> Tensor:
-        """Nothing to do."""
-        return out
 
     def convolve(self, convolution: "Convolution", x: Tensor, reach: int, sequence: SequenceLayout) -> Tensor:
         """One collective: the last `reach` tokens of every segment go before the one that follows it."""

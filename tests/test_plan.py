@@ -3,9 +3,11 @@
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.logging import logger
@@ -14,6 +16,7 @@ from tests import ranks
 from titan_gdn.bench.rule import _peak_of_allocations
 from titan_gdn.config import load_config
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
+from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.parallel.cost import Machine, choose
@@ -96,6 +99,17 @@ def test_json_is_all_that_is_printed_and_holds_the_traffic(printed):
     assert set(kind["exchanges"]) == {"all_to_all", "all_gather", "state"}
     assert plan["degrees"]["dp_shard"] == 4 and plan["parameters"] == 79674391296
     assert plan["flops_a_token"] == 640197616128
+
+
+def test_the_table_charges_what_the_choice_charges_under_selective_checkpointing(printed):
+    plan = json.loads(printed("--json", "--activation_checkpoint.mode", "selective"))
+    (kind,) = plan["linear_attention"]
+    saved = ("all_to_all", "state")
+    costs = choose(GDN, MILLION, Machine(), recompute=True, layers=36, saved=saved).costs
+    assert {name: told["time"]["total"] for name, told in kind["exchanges"].items()} == pytest.approx(
+        {name: cost.total for name, cost in costs.items()}
+    )
+    assert costs["state"].recompute < costs["state"].forward  # else nothing is shown
 
 
 def test_active_parameters_are_those_of_the_published_name(printed):
@@ -336,6 +350,23 @@ STEPS = {
     "cp 2, state": (
         2, "qwen3_next", "--parallelism.context_parallel_degree 2 --linear_attention.exchange state"
     ),
+    "cp 2, state, selective": (
+        2, "qwen3_next", "--parallelism.context_parallel_degree 2 --linear_attention.exchange state "
+        "--activation_checkpoint.mode selective"
+    ),
+    "cp 2, all_to_all, selective": (
+        2, "kimi_linear", "--parallelism.context_parallel_degree 2 --linear_attention.exchange all_to_all "
+        "--activation_checkpoint.mode selective"
+    ),
+    "pp 2, 1F1B": (2, "qwen3_next", "--parallelism.pipeline_parallel_degree 2"),
+    "pp 2, Interleaved1F1B": (
+        2, "kimi_linear", "--parallelism.pipeline_parallel_degree 2 --model.overrides.n_layers 8 "
+        "--parallelism.pipeline_parallel_schedule Interleaved1F1B"
+    ),
+    "pp 2, GPipe, full": (
+        2, "qwen3_next", "--parallelism.pipeline_parallel_degree 2 "
+        "--parallelism.pipeline_parallel_schedule GPipe --activation_checkpoint.mode full"
+    ),
 }  # fmt: skip
 
 
@@ -344,13 +375,69 @@ def test_a_step_of_the_trainer_allocates_what_is_planned(step, tmp_path):
     world_size, model, argv = STEPS[step]
     argv = [
         "--job.config_file", f"train_configs/{model}_debug.toml", "--job.dump_folder", str(tmp_path),
-        "--training.seq_len", "512", "--training.steps", "2", "--metrics.no-enable_tensorboard",
+        "--training.seq_len", "1024", "--training.steps", "2", "--metrics.no-enable_tensorboard",
         "--linear_attention.kernel", "torch", *argv.split(),
     ]  # fmt: skip
-    peak = ranks.run(peak_of_a_step, world_size, argv, timeout=300)[0]
-    memory = make_plan(load_config(argv, world_size, here=False), world_size).memory
+    peaks = ranks.run(peak_of_a_step, world_size, argv, timeout=300)
+    plan = make_plan(load_config(argv, world_size, here=False), world_size)
+    memory, peak = plan.memory, peaks[plan.memory.pipeline_rank * world_size // plan.dims.pp]
     planned = memory.total - memory.parameters - memory.optimizer - memory.buffers
     assert planned / 1.2 < peak < 1.2 * planned
+
+
+ORDERS = {
+    "one stage a rank": (4, 1, 8),
+    "two": (2, 2, 4),
+    "more ranks than micro-batches": (4, 2, 2),
+    "three, five rounds": (2, 3, 10),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_micro_batches_in_flight_are_those_of_torchs_schedules(order):
+    """Of what a rank does in turn by torch, the most layers that are between forward and backward."""
+    pp, count, microbatches = ORDERS[order]
+    schedule = "1F1B" if count == 1 else "Interleaved1F1B"
+    options = {"degree": pp, "schedule": schedule}
+    if count > 2:
+        options["layers_per_stage"] = -(-18 // (pp * count))
+    config = load_config(
+        [
+            "--job.config_file", "train_configs/qwen3_next_debug.toml", "--model.overrides.n_layers", "16",
+            "--training.local_batch_size", str(microbatches),
+            *(f"--parallelism.pipeline_parallel_{key}={value}" for key, value in options.items()),
+        ],
+        pp,
+        here=False,
+    )  # fmt: skip
+    pipeline = stages_of(16, config)
+    assert [len(stages) for stages in pipeline] == [count] * pp
+    for rank, stages in enumerate(pipeline):
+        layers = [sum(name.startswith("layers.") for name in stage.modules) for stage in stages]
+        told = sum(n * stage.in_flight for n, stage in zip(layers, stages, strict=True))
+        assert told == most_in_flight(rank, pp, layers, microbatches)
+    names = [stage.modules for i in range(count) for stages in pipeline for stage in [stages[i]]]
+    assert [x for part in names for x in part] == [
+        "tok_embeddings", *(f"layers.{i}" for i in range(16)), "norm", "lm_head"
+    ]  # fmt: skip
+
+
+def most_in_flight(rank, pp, layers, microbatches):
+    if len(layers) == 1:  # torch does not list what this schedule does: a forward for each stage that follows
+        return layers[0] * min(microbatches, pp - rank)
+    rounds = max(1, microbatches // pp)
+    sizes = {
+        "n_local_stages": len(layers), "microbatches_per_round": microbatches // rounds,
+        "pp_group_size": pp, "_n_microbatches": microbatches,
+    }  # fmt: skip
+    held, most = 0, 0
+    for action in ScheduleInterleaved1F1B._calculate_single_rank_operations(SimpleNamespace(**sizes), rank):
+        if action is not None:
+            forward = action.computation_type.name == "FORWARD"
+            held += layers[action.stage_index // pp] * (1 if forward else -1)
+            most = max(most, held)
+    assert held == 0
+    return most
 
 
 def peak_of_a_step(argv):

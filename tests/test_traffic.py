@@ -15,7 +15,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_gdn.config import ConfigError, load_config
 from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
-from titan_gdn.models.hybrid.model import recomputes, saved_exchanges
+from titan_gdn.models.hybrid.choice import recomputes, saved_exchanges
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.ops import chunk_gated_delta_rule, chunk_kda
@@ -252,16 +252,30 @@ def test_memory_is_that_of_the_tensors():
     copies = tokens * (2 * 8 * 128 + 2 * 16 * 256 + 4 * 16 + 4 * 16)  # k, [v | 0], g, beta
     assert sent["state"].transient == copies + tokens * 2 * 16 * 256 + 8 * 16 * 128 * 256 * 4
     received, transitions = 2 * 16 * 128 * 128 * 4, 6 * 16 * 128 * 128 * 4  # all but the outer segments'
-    assert sent["state"].kept == copies + received + transitions
+    rows = tokens * 2 * 16 * 64  # of FLA's kernels, of each chunk's inverse
+    assert sent["state"].kept == copies + received + transitions + rows
     again = {name: traffic(name, QWEN3_NEXT, split(4, 2, regather=True)) for name in EXCHANGES}
     assert again["all_gather"].kept == 0 and again["all_to_all"] == sent["all_to_all"]
-    assert again["state"].kept == copies + received + transitions // 3  # its own two of six
+    assert again["state"].kept == copies + received + transitions // 3 + rows  # its own two of six
+
+    # What selective checkpointing keeps: of collectives, and of the second pass.
+    assert sent["all_gather"].collected == tokens * 2048 * 2 and sent["all_gather"].computed == 0
+    assert (
+        sent["all_to_all"].collected == tokens * (8256 + 4096) // 2 * 2 and sent["all_to_all"].computed == 0
+    )
+    halo = 8 * 3 * 8192 // 2 * 2
+    assert sent["state"].collected == 8 * 16 * 128 * 256 * 4 + halo
+    assert sent["state"].computed == tokens * 2 * 16 * 256 + rows
 
 
 def test_a_bottleneck_is_kept_of_all_tokens_where_heads_are_exchanged():
     more = (MILLION - MILLION // 4) * 128 * 2
     assert traffic("all_to_all", KIMI_LINEAR, split(4)).kept == more
     assert traffic("all_gather", KIMI_LINEAR, split(4, regather=True)).kept == more
+    results = MILLION // 4 * (32 * (3 * 128 + 1) + 4096) * 2 + MILLION * 128 * 2
+    assert traffic("all_to_all", KIMI_LINEAR, split(4)).collected == results
+    # The second pass's outputs, and of FLA's kernels two rows of 64.
+    assert traffic("state", KIMI_LINEAR, split(4)).computed == MILLION // 4 * 32 * (256 + 2 * 64) * 2
 
 
 # --- Time ---
@@ -577,7 +591,7 @@ def test_segments_that_are_too_short_are_refused():
 
 def test_the_model_reads_its_numbers_off_the_run(monkeypatch):
     """Dtype, batch, order, checkpointing, the number of layers and the machine."""
-    from titan_gdn.models.hybrid import model as module
+    from titan_gdn.models.hybrid import choice as module
 
     given = []
     monkeypatch.setattr(module, "choose", lambda *args: given.append(args) or choose(*args))
@@ -590,6 +604,11 @@ def test_the_model_reads_its_numbers_off_the_run(monkeypatch):
     (_, first, _, *options), (_, second, _, *others) = given[0], given[-2]
     assert first == Split(3, 512, 2, 1, True, "headtail", 2, regather=True) and options == [True, 3, ()]
     assert second == Split(3, 1024, 2, 1, True, "contiguous", 4, regather=True) and others == [False, 3, ()]
+    # In a pipeline, of a micro-batch: two of the first stage's layers, each with two of them on their way.
+    pipeline = "--parallelism.pipeline_parallel"
+    load(CP, "2", f"{pipeline}_degree", "2", f"{pipeline}_schedule", "1F1B", world_size=4)
+    (_, pipelined, _, *options) = given[-1]
+    assert pipelined.batch == 1 and options == [False, 4, ()]
 
 
 @pytest.mark.parametrize(

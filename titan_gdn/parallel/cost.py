@@ -197,7 +197,8 @@ def choose(
         split: the batch and the mesh.
         machine: what it runs on.
         recompute: see `cost`; nothing is then kept but by the layer that is being repeated.
-        layers: how many such layers there are, which all keep something from forward to backward.
+        layers: how many such layers keep something from forward to backward at once, each as often as
+            micro-batches of a pipeline are on their way.
         saved: exchanges whose results are kept although layers are checkpointed.
 
     Raises:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import get_args
 
+from titan_gdn.ops.fla_documents import FLA_CHUNK
 from titan_gdn.ops.flops import chunked_rule_flops
 from titan_gdn.parallel.exchange import ExchangeName
 from titan_gdn.parallel.sequence import Order
@@ -129,12 +130,17 @@ class Traffic:
         backward: what the backward does, without the recompute of a checkpointed layer.
         transient: bytes of the largest buffers that the exchange adds while the layer runs.
         kept: bytes that it adds to what is kept from forward to backward.
+        collected: bytes of what its collectives over CP give, those that `Exchange.saved` names: selective
+            checkpointing may keep them instead.
+        computed: bytes of what operators that it adds give, which selective checkpointing keeps.
     """
 
     forward: Leg
     backward: Leg
     transient: int
     kept: int
+    collected: int = 0
+    computed: int = 0
 
 
 def traffic(name: ExchangeName, shape: LayerShape, split: Split) -> Traffic:
@@ -191,6 +197,7 @@ def _all_to_all(shape: LayerShape, split: Split) -> Traffic:
         both + Leg(flops=2 * saved),
         transient=split.itemsize * (own * (shape.exchanged // tp) + tokens * narrow),
         kept=split.itemsize * (tokens - own) * narrow,
+        collected=split.itemsize * (own * ((shape.exchanged + shape.output) // tp) + cp * between * narrow),
     )
 
 
@@ -213,6 +220,7 @@ def _all_gather(shape: LayerShape, split: Split) -> Traffic:
         # In the forward what is gathered, in the backward its gradient.
         transient=gathered + split.itemsize * tokens * shape.bottleneck,
         kept=(0 if split.regather else gathered) + split.itemsize * (tokens - own) * shape.bottleneck,
+        collected=split.itemsize * own * (shape.output // tp),
     )
 
 
@@ -240,15 +248,18 @@ def _state(shape: LayerShape, split: Split) -> Traffic:
     # The second pass has copies of its tokens, for of documents it needs the last fragments alone.
     copies = split.itemsize * own * ((shape.key_heads // tp) * K + heads * (V + transition))
     copies += FLOAT32 * own * heads * ((K if shape.per_channel else 1) + 1)
+    # Results of the second pass: outputs that nobody asks for, and rows that FLA's kernels keep.
+    outputs = split.itemsize * own * heads * (V + transition)
+    rows = split.itemsize * own * heads * FLA_CHUNK * (2 if shape.per_channel else 1)
+    gathered = FLOAT32 * cp * states * K * (V + transition)
     kept_transitions = (states if split.regather else inner) * K * transition
     return Traffic(
         halo + summary + over_tp + Leg(flops=again[0] + inner * product),
         halo + gradient + over_tp + Leg(flops=again[1] + (inner + states) * product),
-        # All ranks' summaries, and the second pass with its outputs, which nobody asks for.
-        transient=FLOAT32 * cp * states * K * (V + transition)
-        + copies
-        + split.itemsize * own * heads * (V + transition),
-        kept=copies + FLOAT32 * (states * K * V + kept_transitions),
+        transient=gathered + copies + outputs,
+        kept=copies + rows + FLOAT32 * (states * K * V + kept_transitions),
+        collected=gathered + split.itemsize * cp * halo_rows * (shape.channels // tp),
+        computed=outputs + rows,
     )
 
 

@@ -14,7 +14,9 @@ from torchtitan.tools.utils import set_default_dtype
 from titan_gdn.config import POLICIES, ConfigError, check_run
 from titan_gdn.layers.document_attention import inner_attention
 from titan_gdn.layers.linear_attention import LinearAttention
-from titan_gdn.models.hybrid.model import NAMES, HybridModel, recomputes, split_of
+from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
+from titan_gdn.models.hybrid.choice import NAMES, choice_of, recomputes, saved_exchanges, split_of
+from titan_gdn.models.hybrid.model import HybridModel
 from titan_gdn.parallel.cost import Choice, Cost, Machine, cost
 from titan_gdn.parallel.exchange import ExchangeName
 from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, Split, Traffic, impossible, traffic
@@ -148,7 +150,6 @@ def make_plan(config: "Trainer.Config", world_size: int) -> Plan:
     parameters, flops = model.get_nparams_and_flops(whole, config.training.seq_len)
     active = parameters - _idle(model, whole)
     dims = ParallelDims.from_config(config.parallelism, world_size)
-    added = [Added(x.layers, x.traffic[x.taken].kept, x.traffic[x.taken].transient) for x in exchanges]
     policy = config.activation_checkpoint
     return Plan(
         dims=dims,
@@ -157,8 +158,26 @@ def make_plan(config: "Trainer.Config", world_size: int) -> Plan:
         parameters=parameters,
         active=active,
         flops=flops,
-        memory=estimate(whole, config, dims, exchanges[0].split, added),
+        memory=estimate(whole, config, dims, exchanges[0].split, _added(model, exchanges, config)),
     )
+
+
+def _added(
+    model: HybridModel.Config, exchanges: list[Exchanges], config: "Trainer.Config"
+) -> dict[str, Added]:
+    """What the exchange of each linear attention layer adds to the memory, by the layer's name."""
+    of_kind = {}
+    for kind, x in zip(model.linear_kinds(), exchanges, strict=True):
+        sent = x.traffic[x.taken]
+        kept, transient = sent.kept, sent.transient
+        if recomputes(config):
+            # Selective checkpointing keeps what is computed, and may keep what came of collectives.
+            kept = sent.computed if isinstance(config.activation_checkpoint, SelectiveAC.Config) else 0
+            kept += sent.collected if saved_exchanges(config) else 0
+            transient += sent.kept
+        of_kind[type(kind)] = Added(kept, transient)
+    kinds = {f"layers.{i}": type(layer.linear_attention) for i, layer in enumerate(model.layers)}
+    return {name: of_kind[kind] for name, kind in kinds.items() if kind in of_kind}
 
 
 def plan_exchanges(config: "Trainer.Config", world_size: int) -> list[Exchanges]:
@@ -190,7 +209,7 @@ def _exchanges(
 ) -> Exchanges:
     split, shape, machine = split_of(layer, config), layer.shape(), layer.run.machine
     try:
-        choice = model.choice(layer, config)
+        choice = choice_of(model, layer, config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     possible = [name for name in EXCHANGES if impossible(name, shape, split) is None]
@@ -204,7 +223,10 @@ def _exchanges(
         recompute=recomputes(config),
         choice=choice,
         traffic=sent,
-        costs={name: cost(sent[name], split, machine, recomputes(config)) for name in possible},
+        costs={
+            name: cost(sent[name], split, machine, recomputes(config), name in saved_exchanges(config))
+            for name in possible
+        },
         way_in=_way_in(shape, split) if split.cp > 1 and "all_to_all" in possible else None,
     )
 

@@ -5,7 +5,7 @@ keep and hold is watched (`titan_gdn.plan.watch`); the rest is estimated from sh
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,8 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.parallel_dims import MeshAxisName, SpmdLayout
 
 from titan_gdn.given import ConfigError
-from titan_gdn.models.hybrid.model import HybridModel, recomputes
+from titan_gdn.models.hybrid.model import HybridModel
+from titan_gdn.models.hybrid.pipeline import Stage, microbatches_of, stages_of
 from titan_gdn.parallel.traffic import Split
 from titan_gdn.plan.watch import Block, watch
 
@@ -29,29 +30,32 @@ if TYPE_CHECKING:
 ASSUMPTIONS = (
     "Parameters, gradients, optimizer and buffers are exact. A block counts with what its code keeps and "
     "holds in eager mode, by FLA's kernels unless kernel = torch, rows one document each, experts equally "
-    "loaded. FSDP holds two blocks gathered and the gradients of one to be reduced. All gradients are there "
-    "while all activations are, as when they accumulate. Not counted: what operators hold inside, fragments, "
+    "loaded. FSDP holds two blocks gathered and the gradients of one to be reduced; in a pipeline all of the "
+    "rank's stages, gathered, and their gradients whole. All gradients are there while all activations are, "
+    "as when they accumulate. Not counted: what operators hold inside, fragments, "
     "NCCL's and CUDA's buffers, the data, and what compilation saves."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of a rank's device at the worst moment of a step.
+    """Bytes of a rank's device at the worst moment of a step; of the pipeline's ranks, the fullest's.
 
     Attributes:
+        pipeline_rank: which one that is.
         parameters: this rank's shards, in `training.dtype`.
         gradients: of them, in the same.
         optimizer: Adam's two averages in the same, three with `amsgrad`.
         buffers: rotary tables and the experts' counters.
         activations: what all layers keep from forward to backward, under the run's checkpointing.
-        exchange: what the exchange of the linear attention adds to that, and its largest buffers.
-        block: what else the largest block holds while its backward runs: what it computes again, and its
-            gradients until they are reduced.
+        exchange: what the exchange of the linear attention adds to that.
+        block: what else the largest block holds while its backward runs: what it computes again, its
+            exchange's buffers, and its gradients until they are reduced.
         gathered: parameters that FSDP gathered and gradients that it reduces, while a block runs.
-        loss: hidden states, logits and the head, gathered, while the loss runs, in place of the last three.
+        loss: hidden states, logits and the head, gathered, while the loss runs, in place of the last two.
     """
 
+    pipeline_rank: int
     parameters: int
     gradients: int
     optimizer: int
@@ -65,15 +69,14 @@ class Memory:
     @property
     def total(self) -> int:
         """At the worse of the two moments, a block's and the loss's."""
-        always = self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
-        return always + max(self.exchange + self.block + self.gathered, self.loss)
+        stored = self.parameters + self.gradients + self.optimizer + self.buffers
+        return stored + self.activations + self.exchange + max(self.block + self.gathered, self.loss)
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What the exchange of some linear attention layers adds: `layers` times `kept`, once `transient`."""
+    """What the exchange of a linear attention layer adds: to what it keeps, and while it runs."""
 
-    layers: int
     kept: int
     transient: int
 
@@ -83,37 +86,53 @@ def estimate(
     config: "Trainer.Config",
     dims: ParallelDims,
     split: Split,
-    exchanges: Sequence[Added],
+    exchanges: Mapping[str, Added],
 ) -> Memory:
-    """What a rank needs.
+    """What a rank needs, of a pipeline that which needs most.
 
     Args:
         model: on the meta device, placements in its configuration. Its parameters are cut to one rank's.
         config: the run.
         dims: its mesh.
         split: its batch.
-        exchanges: of each kind of linear attention.
+        exchanges: of each layer that has one, by its name.
     """
     take_share(model, dims)
-    sizes = stored(model, dims)
+    sizes, blocks = stored(model, dims), _blocks(model, config, split)
+    pipeline = stages_of(len(model.layers), config)
     on_device = 0 if config.training.enable_cpu_offload else 1
-    parameters = on_device * sum(sizes.values())
-    optimizer = on_device * sum(size * _averages(name, config) for name, size in sizes.items())
-    gathered, gathered_head = _gathered(model, config)
-    loss = gathered_head + _loss(model, config, split)
-    blocks = list(_blocks(model, config, split))
-    keeping = [1 if recomputes(config) else x.layers for x in exchanges]
-    return Memory(
-        parameters=parameters,
-        gradients=parameters,
-        optimizer=optimizer,
-        buffers=sum(x.nbytes for x in model.buffers()),
-        activations=sum(count * block.kept for count, block in blocks),
-        exchange=max(x.transient + x.kept * layers for x, layers in zip(exchanges, keeping, strict=True)),
-        block=max(block.peak - block.kept for _, block in blocks),
-        gathered=gathered,
-        loss=loss,
-    )
+
+    def of_rank(rank: int) -> Memory:
+        stages = pipeline[rank]
+
+        def own(name: str) -> bool:
+            return any(stage.holds(name) for stage in stages)
+
+        stored_here = {name: size for name, size in sizes.items() if own(name)}
+        gathered, with_head = _gathered(model, config, stages)
+        kept, kept_by_exchange, at_work = 0, 0, []
+        for name, in_flight in [(name, stage.in_flight) for stage in stages for name in stage.modules]:
+            if name not in blocks:
+                continue
+            added = exchanges.get(name, Added(0, 0))
+            kept += in_flight * blocks[name].kept
+            kept_by_exchange += in_flight * added.kept
+            at_work.append(blocks[name].peak - blocks[name].kept + added.transient)
+        parameters = on_device * sum(stored_here.values())
+        return Memory(
+            pipeline_rank=rank,
+            parameters=parameters,
+            gradients=parameters,
+            optimizer=on_device * sum(x * _averages(name, config) for name, x in stored_here.items()),
+            buffers=sum(x.nbytes for name, x in model.named_buffers() if own(name)),
+            activations=kept + _beside_blocks(pipeline, rank, config, split, model.norm.weight.shape[0]),
+            exchange=kept_by_exchange,
+            block=max(at_work, default=0),
+            gathered=gathered,
+            loss=with_head + _loss(model, config, split) if own("lm_head.weight") else 0,
+        )
+
+    return max((of_rank(rank) for rank in range(len(pipeline))), key=lambda memory: memory.total)
 
 
 def take_share(model: HybridModel, dims: ParallelDims) -> None:
@@ -174,35 +193,69 @@ def _averages(name: str, config: "Trainer.Config") -> int:
     return 0 if kwargs is None else 3 if kwargs.get("amsgrad") else 2
 
 
-def _gathered(model: HybridModel, config: "Trainer.Config") -> tuple[int, int]:
+def _gathered(model: HybridModel, config: "Trainer.Config", stages: list[Stage]) -> tuple[int, int]:
     """What FSDP gathers and reduces while a block's backward runs, and while the loss does.
 
     A block is gathered while the one before it still is, whose gradients lie copied for the reduction. The
     head is gathered once for all chunks of the loss, whose gradients it sums in the dtype of the reduction.
+    In a pipeline nothing is freed or reduced before the last micro-batch: stages stay gathered, and their
+    gradients add up, whole, in the dtype of the reduction.
     """
-    training = config.training
+    training, parallelism = config.training, config.parallelism
     size, reduced = (
         TORCH_DTYPE_MAP[name].itemsize
         for name in (training.mixed_precision_param, training.mixed_precision_reduce)
     )
-    decays = {id(x) for decay in model.decays() for x in decay.parameters()}
+    pipeline = parallelism.pipeline_parallel_degree > 1
+    modules = {name: model.get_submodule(name) for stage in stages for name in stage.modules}
+    decays = [x for module in modules.values() for x in _decay_of(module)]
+    own = {id(x) for x in decays}
 
-    def elements(*modules: nn.Module) -> int:
-        unit = {id(x): x.numel() for module in modules for x in module.parameters() if id(x) not in decays}
-        return sum(unit.values())
+    def elements(*names: str) -> int:
+        parameters = [x for name in names if name in modules for x in modules[name].parameters()]
+        return sum({id(x): x.numel() for x in parameters if id(x) not in own}.values())
 
-    blocks = [elements(block) for block in model.layers.values()]
-    always = sum(x.nbytes for decay in model.decays() for x in decay.parameters())
-    running = 2 * max(blocks)
-    if config.parallelism.fsdp_reshard_after_forward == "never":
-        running = sum(blocks)
-        always += size * elements(model.tok_embeddings)
-    head = elements(model.norm, model.lm_head)
-    before_it = size * running if config.parallelism.fsdp_reshard_after_forward == "never" else 0
-    return (
-        always + size * running + reduced * max(blocks),
-        always + before_it + (2 * size + reduced) * head,
-    )
+    blocks = [elements(name) for name in modules if name.startswith("layers.")]
+    embedding, head = elements("tok_embeddings"), elements("norm", "lm_head")
+    largest = max(blocks, default=0)  # a stage may be the head alone
+    always, running = sum(x.nbytes for x in decays), 2 * largest
+    stays = 0
+    if pipeline or parallelism.fsdp_reshard_after_forward == "never":
+        always += size * embedding
+        running = stays = sum(blocks)
+    if pipeline:
+        always += size * head + reduced * (embedding + sum(blocks) + head)
+        return always + size * running, always + size * (stays + head)
+    return always + size * running + reduced * largest, always + size * stays + (2 * size + reduced) * head
+
+
+def _decay_of(block: nn.Module) -> list[nn.Parameter]:
+    """Parameters that FSDP gathers with those of the model, not with a block's."""
+    linear = getattr(block, "linear_attention", None)
+    return [] if linear is None else list(linear.decay.parameters())
+
+
+def _beside_blocks(
+    pipeline: list[list[Stage]], rank: int, config: "Trainer.Config", split: Split, width: int
+) -> int:
+    """What a pipeline adds to what blocks keep: inputs and outputs of stages.
+
+    Torch has a buffer for each micro-batch of a step, for its input and for the gradient that comes back. Of
+    the inputs, those that are on their way are counted with the block that keeps them. Outputs are kept until
+    their backward; behind the last stage these are the norm's input and output and the loss's gradient, and
+    `_loss` counts those of one micro-batch.
+    """
+    received, sent, lost = 0, 0, 0
+    for place, stage in enumerate(pipeline[rank]):
+        if (rank, place) != (0, 0):
+            received += microbatches_of(config) - stage.in_flight
+        if (rank, place) != (len(pipeline) - 1, len(pipeline[rank]) - 1):
+            received += microbatches_of(config)
+            sent += stage.in_flight
+        else:
+            lost += stage.in_flight - 1
+    between = split.tokens_between_layers * width * split.itemsize * (received + sent)
+    return between + split.tokens_of_cp_rank * width * (2 * split.itemsize + 4) * lost
 
 
 def _loss(model: HybridModel, config: "Trainer.Config", split: Split) -> int:
@@ -218,28 +271,29 @@ def _loss(model: HybridModel, config: "Trainer.Config", split: Split) -> int:
     return states * (2 * split.itemsize + 4) + logits * (split.itemsize + 4 * copies)
 
 
-def _blocks(model: HybridModel, config: "Trainer.Config", split: Split) -> Iterator[tuple[int, Block]]:
-    """Of each kind of block, how many there are and what one keeps and holds.
+def _blocks(model: HybridModel, config: "Trainer.Config", split: Split) -> dict[str, Block]:
+    """What each block keeps and holds; those of a kind are watched once.
 
     A memory budget is taken between what full checkpointing keeps, 0, and none, 1.
     """
     kinds: dict[tuple, list[str]] = {}
     for number, block in model.layers.items():
         shapes = tuple((name, x.shape) for name, x in block.named_parameters())
-        kinds.setdefault(shapes, []).append(number)
+        kinds.setdefault(shapes, []).append(f"layers.{number}")
     policy, dtype = config.activation_checkpoint, TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     width = model.norm.weight.shape[0]
-    for numbers in kinds.values():
-        name = f"layers.{numbers[0]}"
+    watched = {}
+    for names in kinds.values():
         if policy is None or isinstance(policy, MemoryBudgetAC.Config):
             checkpointed = _as_it_is
         else:
-            checkpointed = partial(_checkpointed, policy, name)
-        block = watch(model.get_submodule(name), width, split, dtype, checkpointed)
+            checkpointed = partial(_checkpointed, policy, names[0])
+        block = watch(model.get_submodule(names[0]), width, split, dtype, checkpointed)
         if isinstance(policy, MemoryBudgetAC.Config):
             given = split.tokens_between_layers * width * split.itemsize
             block = replace(block, kept=given + int(policy.memory_budget * (block.kept - given)))
-        yield len(numbers), block
+        watched |= dict.fromkeys(names, block)
+    return watched
 
 
 def _as_it_is(block: nn.Module) -> nn.Module:

@@ -24,10 +24,10 @@ _MEMORY = {
     "optimizer": "optimizer, sharded",
     "buffers": "rotary tables and counters",
     "activations": "kept by all layers",
-    "exchange": "exchange of the linear attention",
+    "exchange": "kept by the exchange of the linear attention",
     "block": "a block at work",
     "gathered": "gathered and reduced by FSDP",
-    "loss": "or, in place of the last three, the loss",
+    "loss": "or, in place of the last two, the loss",
 }
 
 
@@ -100,10 +100,13 @@ def _print_exchanges(console: Console, exchanges: Exchanges) -> None:
 
 
 def _print_memory(console: Console, plan: Plan) -> None:
-    table = Table(title="Memory of a rank", box=box.SIMPLE_HEAD)
+    memory = asdict(plan.memory)
+    rank = memory.pop("pipeline_rank")
+    whose = "a rank" if plan.dims.pp == 1 else f"a rank of pipeline rank {rank}, which needs most"
+    table = Table(title=f"Memory of {whose}", box=box.SIMPLE_HEAD)
     table.add_column("")
     table.add_column("GiB", justify="right")
-    for name, size in asdict(plan.memory).items():
+    for name, size in memory.items():
         table.add_row(_MEMORY[name], _gib(size))
     table.add_row("at the worst moment", _gib(plan.memory.total))
     console.print(table)

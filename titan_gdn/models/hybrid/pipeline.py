@@ -1,13 +1,16 @@
-"""Which runs can be cut into pipeline stages: what TorchTitan and torch's schedules ask, as sentences.
+"""How a run is cut into pipeline stages, and which runs can be: what TorchTitan and torch's schedules ask.
 
 The stages are made by `torchtitan.distributed.pipeline_parallel.pipeline_llm`. Every stage is given the
 positions of each micro-batch and makes its own layout and decays of them (`HybridModel.forward`); ranks that
 judge an order together (`ContextParallel.judges`) are of one stage.
 """
 
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -26,6 +29,79 @@ _EMBEDDING_ALONE = (
     "a stage of the embedding alone has no parameters for the optimizer's group of norms and decays, and "
     "TorchTitan refuses a group that is empty on a stage"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the model on a pipeline rank.
+
+    Attributes:
+        modules: names of the model's modules, `"tok_embeddings"`, `"layers.0"` and so on.
+        in_flight: micro-batches that are between their forward and their backward when the rank holds most.
+    """
+
+    modules: tuple[str, ...]
+    in_flight: int
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name is its own."""
+        return any(name.startswith(f"{module}.") for module in self.modules)
+
+
+def stages_of(n_layers: int, config: "Trainer.Config") -> list[list[Stage]]:
+    """The stages of each pipeline rank; without a pipeline, the model.
+
+    Args:
+        n_layers: of the model.
+        config: a run that `check_pipeline` lets through.
+    """
+    parallelism, pp = config.parallelism, config.parallelism.pipeline_parallel_degree
+    if pp == 1:
+        parts, microbatches = _generate_llm_fqn_per_model_part(1, n_layers), 1
+    else:
+        parts = parallelism.module_fqns_per_model_part or _generate_llm_fqn_per_model_part(
+            _count_stages(n_layers, parallelism), n_layers, *_less_layers(parallelism)
+        )
+        microbatches = microbatches_of(config)
+    ranks = []
+    for rank in range(pp):
+        own = [tuple(part) for part in parts[rank::pp]]
+        ranks.append(
+            [Stage(*x) for x in zip(own, _in_flight(own, rank, microbatches, parallelism), strict=True)]
+        )
+    return ranks
+
+
+def microbatches_of(config: "Trainer.Config") -> int:
+    """Into how many forwards a pipeline cuts a batch."""
+    return config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+
+
+def _in_flight(
+    own: list[tuple[str, ...]], rank: int, microbatches: int, parallelism: ParallelismConfig
+) -> list[int]:
+    """Micro-batches of each of a rank's stages at the moment at which they are, by layers, the most.
+
+    The order is that of torch's schedules: 1F1B and its interleaved form (`_get_warmup_ops` and
+    `_get_1f1b_rank_ops` of torch.distributed.pipelining.schedules) begin with some forwards, then do one and
+    a backward in turn, stage after stage in rounds of micro-batches. The others do all forwards first.
+    """
+    pp, count = parallelism.pipeline_parallel_degree, len(own)
+    if pp == 1 or parallelism.pipeline_parallel_schedule not in ("1F1B", "Interleaved1F1B"):
+        return [microbatches] * count
+    if count == 1:
+        return [min(microbatches, pp - rank)]
+    a_round = microbatches // max(1, microbatches // pp)
+    steps = count * microbatches
+    warmup = min(steps, (count - 1) * a_round + 2 * (pp - 1 - rank))
+    layers = [sum(name.startswith("layers.") for name in modules) for modules in own]
+    held, most = Counter(), Counter()
+    for step in range(steps):
+        held[step // a_round % count] += 1
+        most = max(most, held.copy(), key=lambda x: sum(n * layers[stage] for stage, n in x.items()))
+        if step >= warmup:
+            held[count - 1 - (step - warmup) // a_round % count] -= 1
+    return [most[stage] for stage in range(count)]
 
 
 def check_pipeline(model: "HybridModel.Config", config: "Trainer.Config") -> None:
@@ -149,7 +225,7 @@ def _check_microbatches(config: "Trainer.Config", stages: int) -> None:
     parallelism, rows = config.parallelism, config.training.local_batch_size
     schedule, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     size = parallelism.pipeline_parallel_microbatch_size
-    count = rows // size
+    count = microbatches_of(config)
     given = (
         "training.local_batch_size / parallelism.pipeline_parallel_microbatch_size = "
         f"{rows} / {size} = {count} is the number of micro-batches, of which pipeline_parallel_schedule = "

@@ -1,0 +1,205 @@
+"""What of a run cannot be with a model: sentences that come before anything is built."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torchtitan.config import ParallelismConfig
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.tools.utils import device_type
+
+from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
+from titan_gdn.models.hybrid import quantize
+from titan_gdn.models.hybrid.choice import NAMES, choice_of, split_of
+from titan_gdn.models.hybrid.pipeline import check_pipeline
+from titan_gdn.ops.backends import why_not_fla
+from titan_gdn.parallel.traffic import impossible
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+    from titan_gdn.models.hybrid.model import HybridBlock, HybridModel
+
+_LOWEST = -torch.finfo(torch.float32).max
+
+
+def check(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+    """Refuse the run that cannot be.
+
+    Raises:
+        ValueError: heads that TP does not divide, a length that TP and CP do not, experts that the ranks
+            cannot share, an exchange or pipeline stages that cannot be.
+    """
+    check_pipeline(model, config)
+    _check_widths(model, config.parallelism)
+    _check_experts(model, config.parallelism)
+    _check_routing(model, config)
+    _check_length(model, config.parallelism, config.training.seq_len)
+    _check_exchange(model, config)
+    _check_linear_attention(model)
+    quantize.check(model, config)
+    _check_compile(model, config)
+
+
+def check_device(model: "HybridModel.Config") -> None:
+    """Refuse what does not run on TorchTitan's device here; a plan is made for another machine.
+
+    Raises:
+        ValueError: says why, and what is possible.
+    """
+    kernel = next((layer.run.kernel for layer in model.linear_layers()), "auto")
+    if kernel == "fla" and (reason := why_not_fla(torch.device(device_type))):
+        raise ValueError(f"linear_attention.kernel = 'fla': {reason} Possible here are 'auto' and 'torch'.")
+    quantize.check_device(model.converters)
+
+
+def _check_widths(model: "HybridModel.Config", parallelism: ParallelismConfig) -> None:
+    """What TP divides."""
+    tp = parallelism.tensor_parallel_degree
+    linear = next(iter(model.linear_layers()), None)
+    split = {"rows of the vocabulary": model.vocab_size}
+    if linear:
+        split[f"key heads of {NAMES[type(linear)]}"] = linear.n_key_heads
+    if model.first_attention:
+        split["query heads of the full attention"] = model.first_attention.n_heads
+    for layer in model.layers:
+        split |= _hidden_widths(layer, parallelism.expert_parallel_degree)
+    for name, count in split.items():
+        if count % tp:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; "
+                f"possible are {_divisors(list(split.values()))}"
+            )
+
+
+def _hidden_widths(layer: "HybridBlock.Config", ep: int) -> dict[str, int]:
+    """What TP divides in a feed-forward. With expert parallelism a single expert is whole."""
+    if layer.moe is None:
+        return {"hidden dimensions of a feed-forward": layer.feed_forward.w1.out_features}
+    widths = {"hidden dimensions of the shared expert": layer.moe.shared_experts.w1.out_features}
+    if ep == 1:
+        # Eight at a time: torch's grouped products want rows of 16 bytes.
+        hidden_dim = layer.moe.routed_experts.inner_experts.hidden_dim
+        widths["times 8 hidden dimensions of an expert"] = hidden_dim // 8
+    return widths
+
+
+def _divisors(counts: list[int]) -> str:
+    return ", ".join(str(tp) for tp in range(1, min(counts) + 1) if not any(count % tp for count in counts))
+
+
+def _check_experts(model: "HybridModel.Config", parallelism: ParallelismConfig) -> None:
+    """What EP divides, and FSDP where more ranks than experts share them: then it cuts their rows."""
+    ep = parallelism.expert_parallel_degree
+    layer = next((layer.moe for layer in model.layers if layer.moe is not None), None)
+    if layer is None:
+        if ep > 1:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree = {ep}: this model has no experts, set it to 1"
+            )
+        return
+    experts = layer.routed_experts.inner_experts
+    if experts.num_experts % ep:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {ep} does not divide the {experts.num_experts} "
+            f"experts; possible are {_divisors([experts.num_experts])}"
+        )
+    tp = parallelism.tensor_parallel_degree
+    shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    # As `apply_fsdp_to_decoder` counts them; a degree of -1 is known to who knows all ranks.
+    if ep > 1:
+        ranks, shards, rows = shards * tp, shards * tp // ep, experts.hidden_dim
+    else:
+        ranks = shards * parallelism.data_parallel_replicate_degree
+        ranks *= tp if parallelism.spmd_backend == "spmd_types" else 1
+        rows = experts.hidden_dim // tp
+    if ranks > experts.num_experts and (rows % shards or experts.dim % shards):
+        raise ValueError(
+            f"parallelism: {ranks} ranks share {experts.num_experts} experts, so that FSDP cuts the "
+            f"rows of each, {rows} and {experts.dim} on a rank, into {shards} parts, which does not "
+            "divide them: change data_parallel_shard_degree, context_parallel_degree or "
+            "expert_parallel_degree, or model.overrides.expert_hidden_dim"
+        )
+
+
+def _check_routing(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+    """TorchTitan's router that deals tokens out mixes DTensors and plain tensors under TP."""
+    parallelism, tp = config.parallelism, config.parallelism.tensor_parallel_degree
+    experts = any(layer.moe is not None for layer in model.layers)
+    if experts and tp > 1 and parallelism.spmd_backend == "partial_dtensor" and deals_out(config):
+        why = "debug.moe_force_load_balance = true"
+        if not config.debug.moe_force_load_balance:
+            why = "comm.mode = 'fake_backend' with parallelism.expert_parallel_degree > 1"
+        raise ValueError(
+            f"{why} deals tokens out to experts whatever their scores, which TorchTitan cannot with "
+            f"parallelism.tensor_parallel_degree = {tp} and parallelism.spmd_backend = "
+            "'partial_dtensor': set it to 'spmd_types'"
+        )
+
+
+def deals_out(config: "Trainer.Config") -> bool:
+    """Whether routers give every expert as many tokens: where that is asked for, and in a dry run with EP.
+
+    There a rank receives what it sends, and torch's fake backend refuses to repeat nothing.
+    """
+    dry = config.comm.mode == "fake_backend" and config.parallelism.expert_parallel_degree > 1
+    return dry or config.debug.moe_force_load_balance
+
+
+def _check_length(model: "HybridModel.Config", parallelism: ParallelismConfig, seq_len: int) -> None:
+    tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    sp = tp if parallelism.enable_sequence_parallel else 1
+    if cp > 1 and seq_len % (2 * cp * sp):
+        raise ValueError(
+            f"training.seq_len = {seq_len} does not divide by 2 * context_parallel_degree = {2 * cp}"
+            + (f" times tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
+        )
+    if parallelism.expert_parallel_degree > 1 and seq_len % (cp * tp):
+        raise ValueError(
+            f"training.seq_len = {seq_len} does not divide by context_parallel_degree = {cp} times "
+            f"tensor_parallel_degree = {tp}: with expert_parallel_degree > 1 the ranks of both route "
+            "tokens of their own"
+        )
+    attention = model.first_attention
+    flex = attention and isinstance(attention.inner_attention, FlexAttention.Config)
+    if cp > 1 and flex and seq_len % (128 * cp):
+        raise ValueError(
+            f"training.seq_len = {seq_len} does not divide by 128 * context_parallel_degree = "
+            f"{128 * cp}, which FlexAttention's blocks need"
+        )
+
+
+def _check_exchange(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+    """Whether the exchange of each kind of layer can be; of "auto", whether any can."""
+    for layer in model.linear_kinds():
+        exchange = layer.run.exchange
+        if exchange == "auto":
+            choice_of(model, layer, config)
+        elif reason := impossible(exchange, layer.shape(), split_of(layer, config)):
+            name = NAMES[type(layer)]
+            raise ValueError(f'linear_attention.exchange = "{exchange}" of {name}: {reason}')
+
+
+def _check_linear_attention(model: "HybridModel.Config") -> None:
+    """Numbers of `[linear_attention]` that a layer would take as they are."""
+    for layer in model.linear_layers():
+        bound = layer.run.lower_bound
+        if bound is not None and not isinstance(layer, KimiDeltaAttention.Config):
+            raise ValueError(
+                f"linear_attention.lower_bound = {bound} is for Kimi Delta Attention, which this model does "
+                "not have: leave it out"
+            )
+        if bound is not None and not _LOWEST < bound < 0:
+            raise ValueError(
+                f"linear_attention.lower_bound = {bound}: expected a number below 0, of which the log decay "
+                "stays above, or none"
+            )
+
+
+def _check_compile(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+    experts = any(layer.moe is not None for layer in model.layers)
+    compiled = config.compile.enable and "model" in config.compile.components
+    if experts and compiled and config.training.mixed_precision_param == "float32":
+        raise ValueError(
+            "compile.enable with experts needs training.mixed_precision_param = 'bfloat16': torch.compile "
+            "does not trace grouped products in float32"
+        )

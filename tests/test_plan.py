@@ -341,7 +341,7 @@ def allocated(run, block, batch, length, width):
 
 NO_SP = "--parallelism.tensor_parallel_degree 2 --parallelism.no-enable_sequence_parallel"
 STEPS = {
-    "full": (1, "qwen3_next", "--activation_checkpoint.mode full"),
+    "full": (1, "qwen3_next", "--activation_checkpoint.mode full --model.overrides.n_layers 8"),
     "tp 2": (2, "qwen3_next", "--parallelism.tensor_parallel_degree 2"),
     "tp 2 without sequence parallelism": (2, "kimi_linear", NO_SP),
     "cp 2, all_gather": (
@@ -378,9 +378,11 @@ def test_a_step_of_the_trainer_allocates_what_is_planned(step, tmp_path):
         "--training.seq_len", "1024", "--training.steps", "2", "--metrics.no-enable_tensorboard",
         "--linear_attention.kernel", "torch", *argv.split(),
     ]  # fmt: skip
-    peaks = ranks.run(peak_of_a_step, world_size, argv, timeout=300)
+    told = ranks.run(peak_of_a_step, world_size, argv, timeout=300)
     plan = make_plan(load_config(argv, world_size, here=False), world_size)
-    memory, peak = plan.memory, peaks[plan.memory.pipeline_rank * world_size // plan.dims.pp]
+    memory = plan.memory
+    peak, buffers = told[memory.pipeline_rank * world_size // plan.dims.pp]
+    assert memory.buffers == buffers
     planned = memory.total - memory.parameters - memory.optimizer - memory.buffers
     assert planned / 1.2 < peak < 1.2 * planned
 
@@ -441,7 +443,7 @@ def most_in_flight(rank, pp, layers, microbatches):
 
 
 def peak_of_a_step(argv):
-    """Bytes that the second step allocates at most, when the optimizer has its averages."""
+    """Bytes that the second step allocates at most, when the optimizer has its averages, and of buffers."""
     config = load_config(argv, int(os.environ["WORLD_SIZE"]))
     trainer = config.build()
     step, peaks = trainer.train_step, []
@@ -457,4 +459,5 @@ def peak_of_a_step(argv):
     trainer.train_step = watched
     trainer.train()
     trainer.close()
-    return peaks[0]
+    buffers = {x.data_ptr(): x.nbytes for model in trainer.model_parts for x in model.buffers()}
+    return peaks[0], sum(buffers.values())

@@ -46,7 +46,7 @@ class Memory:
         parameters: this rank's shards, in `training.dtype`.
         gradients: of them, in the same.
         optimizer: Adam's two averages in the same, three with `amsgrad`.
-        buffers: rotary tables and the experts' counters.
+        buffers: the rotary table and the experts' counters.
         activations: what all layers keep from forward to backward, under the run's checkpointing.
         exchange: what the exchange of the linear attention adds to that.
         block: what else the largest block holds while its backward runs: what it computes again, its
@@ -98,6 +98,8 @@ def estimate(
         exchanges: of each layer that has one, by its name.
     """
     take_share(model, dims)
+    model.share_rotary_table()
+    buffers = list(model.named_buffers(remove_duplicate=False))
     sizes, blocks = stored(model, dims), _blocks(model, config, split)
     pipeline = stages_of(len(model.layers), config)
     on_device = 0 if config.training.enable_cpu_offload else 1
@@ -124,7 +126,7 @@ def estimate(
             parameters=parameters,
             gradients=parameters,
             optimizer=on_device * sum(x * _averages(name, config) for name, x in stored_here.items()),
-            buffers=sum(x.nbytes for name, x in model.named_buffers() if own(name)),
+            buffers=sum({id(x): x.nbytes for name, x in buffers if own(name)}.values()),
             activations=kept + _beside_blocks(pipeline, rank, config, split, model.norm.weight.shape[0]),
             exchange=kept_by_exchange,
             block=max(at_work, default=0),

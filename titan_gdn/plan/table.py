@@ -22,7 +22,7 @@ _MEMORY = {
     "parameters": "parameters, sharded",
     "gradients": "gradients, sharded",
     "optimizer": "optimizer, sharded",
-    "buffers": "rotary tables and counters",
+    "buffers": "rotary table and counters",
     "activations": "kept by all layers",
     "exchange": "kept by the exchange of the linear attention",
     "block": "a block at work",

@@ -12,6 +12,7 @@ from torchtitan.models.common import FeedForward
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.rope import RoPE
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 from torchtitan.protocols.module import Module
 
@@ -158,6 +159,17 @@ class HybridModel(Decoder):
 
     # How sequences are split over ranks; set when the model is parallelized.
     context_parallel: ContextParallel | None = None
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """As TorchTitan's; rotary tables become one."""
+        super().init_states(buffer_device=buffer_device)
+        self.share_rotary_table()
+
+    def share_rotary_table(self) -> None:
+        """Let all layers turn by the table of the first: for a million tokens one takes half a GiB."""
+        first, *others = [module for module in self.modules() if isinstance(module, RoPE)] or [None]
+        for rope in others:
+            rope.cache = first.cache
 
     def decays(self) -> Iterator[Decay]:
         """The decay modules of this model part's layers, in order."""

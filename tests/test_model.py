@@ -67,6 +67,16 @@ def test_without_positions_every_row_is_a_document():
     torch.testing.assert_close(model(tokens), torch.cat([model(row[None]) for row in tokens]))
 
 
+def test_all_layers_turn_by_one_table():
+    _, overrides = hf.model(num_experts=0, layer_types=["full_attention"] * 4)
+    model = qwen3_next(**overrides).build()
+    tables = [layer.attention.rope.cache for layer in model.layers.values()]
+    model.init_states()
+    shared = [layer.attention.rope.cache for layer in model.layers.values()]
+    assert len(shared) == 4 and all(table is shared[0] for table in shared)
+    assert torch.equal(shared[0], tables[1])
+
+
 def test_offsets_are_where_positions_start_and_where_rows_start():
     positions = torch.tensor([[3, 4, 0, 1], [0, 1, 2, 0]])
     layout = SequenceLayout.from_positions(positions)

@@ -112,6 +112,18 @@ def test_the_table_charges_what_the_choice_charges_under_selective_checkpointing
     assert costs["state"].recompute < costs["state"].forward  # else nothing is shown
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_memory_counts_what_the_mode_keeps_of_an_exchange(mode, printed):
+    """36 layers; and four micro-batches of the first of 4 pipeline ranks, of whose 12 layers 9 are linear."""
+    pipeline = ["--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "4"]
+    pipeline += ["--parallelism.expert_parallel_degree", "16"]
+    sent = traffic("state", GDN, MILLION)
+    a_layer = {"none": sent.kept, "full": 0, "selective": sent.computed + sent.collected}[mode]
+    for argv, layers in (([], 36), (pipeline, 4 * 9)):
+        plan = json.loads(printed("--json", "--activation_checkpoint.mode", mode, *argv))
+        assert plan["memory"]["exchange"] == layers * a_layer
+
+
 def test_active_parameters_are_those_of_the_published_name(printed):
     # A3B: without embedding and head, 3 B of 80 B.
     plan = json.loads(printed("--json"))

@@ -258,6 +258,9 @@ def test_memory_is_that_of_the_tensors():
     assert again["all_gather"].kept == 0 and again["all_to_all"] == sent["all_to_all"]
     assert again["state"].kept == copies + received + transitions // 3 + rows  # its own two of six
 
+    by_torch = traffic("state", replace(QWEN3_NEXT, fla=False), split(4, 2))
+    assert by_torch.kept == copies + received + transitions
+
     # What selective checkpointing keeps: of collectives, and of the second pass.
     assert sent["all_gather"].collected == tokens * 2048 * 2 and sent["all_gather"].computed == 0
     assert (

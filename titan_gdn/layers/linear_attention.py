@@ -126,6 +126,7 @@ class LinearAttention(Module):
                 value_dim=self.value_head_dim,
                 channels=self.in_proj_qkv.out_features,
                 kernel_size=self.conv.kernel_size,
+                fla=self.run.kernel != "torch",
                 **own,
             )
 

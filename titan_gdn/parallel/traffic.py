@@ -34,6 +34,7 @@ class LayerShape:
         channels: rows of `in_proj_qkv`, which the convolution sees.
         kernel_size: `C`, tokens that it sees.
         per_channel: a decay per key channel (KDA), not per head (GDN).
+        fla: the rule runs by FLA's kernels, which keep some rows for the backward, not by PyTorch's.
     """
 
     width: int
@@ -47,6 +48,7 @@ class LayerShape:
     channels: int
     kernel_size: int
     per_channel: bool
+    fla: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +250,9 @@ def _state(shape: LayerShape, split: Split) -> Traffic:
     # The second pass has copies of its tokens, for of documents it needs the last fragments alone.
     copies = split.itemsize * own * ((shape.key_heads // tp) * K + heads * (V + transition))
     copies += FLOAT32 * own * heads * ((K if shape.per_channel else 1) + 1)
-    # Results of the second pass: outputs that nobody asks for, and rows that FLA's kernels keep.
+    # Results of the second pass: outputs that nobody asks for, and what FLA's kernels keep of each chunk.
     outputs = split.itemsize * own * heads * (V + transition)
-    rows = split.itemsize * own * heads * FLA_CHUNK * (2 if shape.per_channel else 1)
+    rows = split.itemsize * own * heads * FLA_CHUNK * (2 if shape.per_channel else 1) if shape.fla else 0
     gathered = FLOAT32 * cp * states * K * (V + transition)
     kept_transitions = (states if split.regather else inner) * K * transition
     return Traffic(

@@ -2,11 +2,14 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from torchtitan.components.optimizer import OptimizersContainer
 
 from tests import hf, ranks
 from tests.training import train, train_until
@@ -75,6 +78,68 @@ def test_all_layers_turn_by_one_table():
     shared = [layer.attention.rope.cache for layer in model.layers.values()]
     assert len(shared) == 4 and all(table is shared[0] for table in shared)
     assert torch.equal(shared[0], tables[1])
+
+
+GROUP = """
+[[optimizer.param_groups]]
+pattern = {}
+optimizer_name = "AdamW"
+optimizer_kwargs = {{ lr = 1e-3 }}
+"""
+
+
+def grouped(tmp_path, *patterns):
+    """A run file with these groups of parameters."""
+    path = tmp_path / "groups.toml"
+    groups = "".join(GROUP.format(f"'{pattern}'") for pattern in patterns)
+    path.write_text(f'[model]\nname = "qwen3_next"\nflavor = "debug"\n{groups}')
+    return ["--job.config_file", str(path)]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        [r"layers\.0\.attention_norm", ".*"],
+        [r"layers\.0\..*attention_norm", ".*"],
+        [r"^norm\.", "attention"],
+        ["nothing"],
+        [".*", "norm"],
+    ],
+)
+def test_groups_of_parameters_are_refused_as_the_optimizer_refuses_them(patterns, mode, tmp_path):
+    """Before anything is built; with checkpointing, modules that are wrapped have other names."""
+    mode_of = ("--activation_checkpoint.mode", mode)
+    config = load_config([*grouped(tmp_path, ".*"), *mode_of], 1)
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    argv = [*grouped(tmp_path, *patterns), *mode_of]
+    if mode != "none":
+        config.activation_checkpoint.build(dump_folder="").apply(model)
+    groups = [replace(config.optimizer.param_groups[0], pattern=pattern) for pattern in patterns]
+    try:
+        OptimizersContainer._build_param_groups(model, groups, {})
+    except ValueError as error:
+        pattern = re.search("'(.*)'", str(error))[1]
+        with pytest.raises(ConfigError, match=re.escape(f"optimizer.param_groups: pattern = {pattern!r}")):
+            load_config(argv, 1)
+    else:
+        load_config(argv, 1)
+
+
+def test_groups_of_parameters_are_to_be_on_every_stage(tmp_path):
+    argv = grouped(tmp_path, "embeddings", ".*")
+    load_config(argv, 1)
+    with pytest.raises(
+        ConfigError, match="of the pipeline stage of layers.2, layers.3, norm, lm_head that no"
+    ):
+        load_config([*argv, "--parallelism.pipeline_parallel_degree", "2"], 2)
+
+
+def test_cuda_graphs_are_refused():
+    argv = ["--job.config_file", "train_configs/qwen3_next_debug.toml", "--training.no-disable_cuda_graphs"]
+    with pytest.raises(ConfigError, match="training.disable_cuda_graphs = false: document offsets"):
+        load_config(argv, 1)
 
 
 def test_offsets_are_where_positions_start_and_where_rows_start():

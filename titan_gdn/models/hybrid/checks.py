@@ -1,16 +1,19 @@
 """What of a run cannot be with a model: sentences that come before anything is built."""
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools.utils import device_type
 
 from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.models.hybrid import quantize
-from titan_gdn.models.hybrid.choice import NAMES, choice_of, split_of
-from titan_gdn.models.hybrid.pipeline import check_pipeline
+from titan_gdn.models.hybrid.choice import NAMES, choice_of, recomputes, split_of
+from titan_gdn.models.hybrid.config_registry import PATTERNS
+from titan_gdn.models.hybrid.pipeline import check_pipeline, stages_of
 from titan_gdn.ops.backends import why_not_fla
 from titan_gdn.parallel.traffic import impossible
 
@@ -38,6 +41,7 @@ def check(model: "HybridModel.Config", config: "Trainer.Config") -> None:
     _check_linear_attention(model)
     quantize.check(model, config)
     _check_compile(model, config)
+    _check_optimizer(model, config)
 
 
 def check_device(model: "HybridModel.Config") -> None:
@@ -203,3 +207,36 @@ def _check_compile(model: "HybridModel.Config", config: "Trainer.Config") -> Non
             "compile.enable with experts needs training.mixed_precision_param = 'bfloat16': torch.compile "
             "does not trace grouped products in float32"
         )
+    if not config.training.disable_cuda_graphs:
+        raise ValueError(
+            "training.disable_cuda_graphs = false: document offsets go to the host once a forward, which a "
+            "CUDA graph cannot hold; leave it true"
+        )
+
+
+def _check_optimizer(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+    """Every group has a parameter on every pipeline stage, of those that no group before it has.
+
+    TorchTitan looks at the names that modules have when they are wrapped for checkpointing.
+    """
+    patterns = [group.pattern for group in config.optimizer.param_groups]
+    if patterns == list(PATTERNS):  # which suit all stages that `check_pipeline` lets through
+        return
+    with torch.device("meta"):
+        names = [name for name, _ in model.build().named_parameters()]
+    for stage in (stage for stages in stages_of(len(model.layers), config) for stage in stages):
+        left = {name for name in names if stage.holds(name)}
+        if recomputes(config):
+            left = {re.sub(r"^(layers\.\d+\.)", rf"\1{_CHECKPOINT_PREFIX}", name) for name in left}
+        example = max(left)
+        for pattern in patterns:
+            found = {name for name in left if re.search(pattern, name)}
+            if not found:
+                where = ""
+                if config.parallelism.pipeline_parallel_degree > 1:
+                    where = f" of the pipeline stage of {', '.join(stage.modules)}"
+                raise ValueError(
+                    f"optimizer.param_groups: pattern = {pattern!r} matches no parameter{where} that no "
+                    f"group before it has; names are such as {example!r}"
+                )
+            left -= found

@@ -13,7 +13,8 @@ from torchtitan.trainer import Trainer
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.text_files import TextFilesDataLoader
 
-NO_WEIGHT_DECAY = r"(A_log|dt_bias|norm\.weight)$"
+PATTERNS = (r"(A_log|dt_bias|norm\.weight)$", ".*")
+"""Of the names of parameters: those without weight decay, the rest."""
 
 
 def run_of(spec: ModelSpec) -> Trainer.Config:
@@ -48,4 +49,4 @@ def _adamw(lr: float) -> OptimizersContainer.Config:
         kwargs = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
         return ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=kwargs)
 
-    return OptimizersContainer.Config(param_groups=[group(NO_WEIGHT_DECAY, 0.0), group(".*", 0.1)])
+    return OptimizersContainer.Config(param_groups=list(map(group, PATTERNS, (0.0, 0.1))))

@@ -6,6 +6,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config import ParallelismConfig, TrainingConfig
@@ -685,6 +687,31 @@ def test_weights_that_are_not_there_are_missed_before_the_run(error, load, tmp_p
     assert f'[checkpoint] initial_load_path = "{tmp_path}"' in error(text + elsewhere)
     (tmp_path / "model.safetensors").touch()
     assert load(text + elsewhere).checkpoint.initial_load_in_hf
+
+
+def test_a_step_is_loaded_that_was_saved_with_all_that_a_run_goes_on_with(error, load, tmp_path):
+    text = f'[job]\ndump_folder = "{tmp_path}"\n[checkpoint]\nenable = true\n'
+    assert "load_step = 5: no such step was saved" in error(text + "load_step = 5")
+    own = tmp_path / "checkpoint"
+    dcp.save(
+        {"weight": torch.ones(2), "train_state": torch.ones(1)}, checkpoint_id=own / "step-3", no_dist=True
+    )
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=own / "step-4", no_dist=True)
+    (own / "step-9").mkdir()  # cut off while it was written
+    assert "step-4' holds the model alone (last_save_model_only), with which no run" in error(text)
+    assert load(text + "load_step = 3").checkpoint.load_step == 3
+    assert "possible are -1, for the newest, and 3, 4" in error(text + "load_step = 9")
+    (own / "step-9" / "model.safetensors.index.json").touch()
+    assert "step-9' holds Hugging Face files" in error(text)
+    assert load(text + "folder = 'other'").checkpoint.folder == "other"
+
+
+def test_a_folder_to_begin_from_is_that_of_a_step(error, load, tmp_path):
+    text = f'[job]\ndump_folder = "{tmp_path / "own"}"\n[checkpoint]\nenable = true\n'
+    text += f'initial_load_path = "{tmp_path}"\n'
+    assert "expected the folder of a step, with .metadata in it" in error(text)
+    (tmp_path / ".metadata").touch()
+    assert load(text).checkpoint.initial_load_path == str(tmp_path)
 
 
 def test_keys_that_need_each_other_are_set_together(load):

@@ -102,7 +102,7 @@ def grouped(tmp_path, *patterns):
     [
         [r"layers\.0\.attention_norm", ".*"],
         [r"layers\.0\..*attention_norm", ".*"],
-        [r"^norm\.", "attention"],
+        [r"^norm\.", "attention", ".*"],
         ["nothing"],
         [".*", "norm"],
     ],
@@ -127,6 +127,14 @@ def test_groups_of_parameters_are_refused_as_the_optimizer_refuses_them(patterns
         load_config(argv, 1)
 
 
+@pytest.mark.parametrize("patterns", [["norm"], ["^layers", "^norm", "^lm_head"]])
+def test_groups_that_leave_parameters_out_are_refused(patterns, tmp_path):
+    with pytest.raises(
+        ConfigError, match="no pattern matches .* parameters, such as .*: add a last group of"
+    ):
+        load_config(grouped(tmp_path, *patterns), 1)
+
+
 def test_groups_of_parameters_are_to_be_on_every_stage(tmp_path):
     argv = grouped(tmp_path, "embeddings", ".*")
     load_config(argv, 1)
@@ -136,10 +144,43 @@ def test_groups_of_parameters_are_to_be_on_every_stage(tmp_path):
         load_config([*argv, "--parallelism.pipeline_parallel_degree", "2"], 2)
 
 
-def test_cuda_graphs_are_refused():
-    argv = ["--job.config_file", "train_configs/qwen3_next_debug.toml", "--training.no-disable_cuda_graphs"]
-    with pytest.raises(ConfigError, match="training.disable_cuda_graphs = false: document offsets"):
-        load_config(argv, 1)
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--training.no-disable_cuda_graphs", "training.disable_cuda_graphs = false: document offsets"),
+        (
+            "--activation_checkpoint.mode selective --activation_checkpoint.debug",
+            "activation_checkpoint.debug",
+        ),
+        ("--lr_scheduler.total_steps 0", "[lr_scheduler] total_steps = 0: expected at least 1"),
+        ("--lr_scheduler.decay_ratio nan", "[lr_scheduler] decay_ratio = nan: expected a number from 0 to 1"),
+        ("--lr_scheduler.min_lr_factor -1", "[lr_scheduler] min_lr_factor = -1"),
+        ("--comm.train_timeout_seconds 0", "[comm] train_timeout_seconds = 0: expected at least 1"),
+        (
+            "--profiler.enable_profiling --profiler.profile_freq 3",
+            "[profiler] profile_freq = 3: expected at least 4",
+        ),
+        ("--profiler.profiler_active 0", "[profiler] profiler_active = 0: expected at least 1"),
+        ("--profiler.enable_memory_snapshot", "[profiler] enable_memory_snapshot is of a GPU's memory"),
+        ("--dataloader.num_workers -1", "[dataloader] num_workers = -1: expected at least 0"),
+        (
+            "--validator.enable --validator.steps -1 --validator.dataloader.infinite",
+            "[validator] steps = -1 takes",
+        ),
+    ],
+)
+def test_what_would_end_in_a_step_is_refused_before_the_job(option, said):
+    with pytest.raises(ConfigError) as refused:
+        load_config(["--job.config_file", "train_configs/qwen3_next_debug.toml", *option.split()], 1)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"model": {}}'])
+def test_a_file_that_is_no_tokenizer_is_refused(text, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(text)
+    argv = ["--job.config_file", "train_configs/qwen3_next_debug.toml"]
+    with pytest.raises(ConfigError, match="its tokenizer.json is none of Hugging Face's"):
+        load_config([*argv, "--model.hf_assets_path", str(tmp_path)], 1)
 
 
 def test_offsets_are_where_positions_start_and_where_rows_start():

@@ -153,6 +153,11 @@ def test_data_parallelism_takes_the_ranks_that_a_sweep_leaves(printed):
     assert state[0]["cp_bytes"] == state[1]["cp_bytes"]
 
 
+@pytest.mark.parametrize("name", ["float8", "mxfp8"])
+def test_what_no_hardware_here_quantizes_is_planned(name, printed):
+    assert "Memory of a rank" in printed("--quantize.linear.name", name, "--quantize.experts.name", name)
+
+
 def test_a_plot_is_drawn(printed, tmp_path):
     path = str(tmp_path / "cp.png")
     printed("--plot", path, file=KIMI)
@@ -224,6 +229,7 @@ def test_sweeps_and_plots_are_refused_before_anything_is_read(refused, option, w
         ("--training.seq_len 1000064", "128 * context_parallel_degree"),  # of FlexAttention, on GPUs
         ("--training.seq_len 2097152", "rotary"),
         ("--sweep cp=5,7 --plot cp.png", "--plot: nothing of the sweep can be"),
+        ("--parallelism.context_parallel_degree 1 --sweep seq_len=8192 --plot cp.png", "--plot: without"),
         ("--linear_attention.machine.memory 1 --parallelism.context_parallel_degree 1", None),
         ("--activation_checkpoint.mode selective "
          "--activation_checkpoint.force_recompute_mm_shapes_by_fqns moe", "[activation_checkpoint] force_"),

@@ -34,6 +34,22 @@ def test_every_key_has_its_meaning_and_every_converter_is_there(capsys):
 
 
 @pytest.mark.parametrize("argv", [[], ["qwen3_next"], ["qwen3_next", "7B"], ["mamba", "debug"]])
-def test_what_is_not_there_is_refused_with_what_is(argv):
-    with pytest.raises(SystemExit, match="MODEL FLAVOR"):
+def test_what_is_not_there_is_refused_with_what_is(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
         main(argv)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "MODEL FLAVOR" in said and re.match(r"titan_gdn: (expected|\[)", said)
+
+
+def test_what_is_printed_of_a_converter_can_be_set(capsys, tmp_path):
+    """Every key of `[quantize.linear]`, without its comment signs."""
+    main(["qwen3_next", "debug"])
+    told = capsys.readouterr().out
+    table = re.search(r"# \[quantize\.linear\]\n# name = .float8.\n(.+?)(?=# \[quantize)", told, re.DOTALL)[1]
+    keys = re.findall(r"^# (\w+ = .+)$", table, re.MULTILINE)
+    assert len(keys) > 2
+    path = tmp_path / "quantized.toml"
+    model = '[model]\nname = "qwen3_next"\nflavor = "debug"'
+    path.write_text("\n".join([model, "[quantize.linear]", 'name = "float8"', *keys]))
+    (converter,) = load_config(["--job.config_file", str(path)], 1, here=False).model_spec.model.converters
+    assert type(converter) is PARTS["linear"]["float8"]

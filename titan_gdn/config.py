@@ -32,6 +32,7 @@ from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from titan_gdn import models
+from titan_gdn.checkpoints import check_checkpoint
 from titan_gdn.given import ConfigError, Given, converted, one_of, read
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
@@ -331,7 +332,7 @@ def check(config: Trainer.Config, world_size: int) -> None:
     check_run(config, world_size)
     _check_device(config)
     _check_tokenizer(config)
-    _check_weights(config)
+    _checked(check_checkpoint, config)
     _check_data("dataloader", config.dataloader)
     if config.validator.enable:
         _check_data("validator.dataloader", config.validator.dataloader)
@@ -357,6 +358,7 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
     """
     shard = _check_degrees(config.parallelism, world_size)
     _check_sizes(config, world_size)
+    _check_numbers(config)
     backend, backends = config.compile.backend, torch._dynamo.list_backends(exclude_tags=())
     if config.compile.enable and backend not in backends:
         raise ConfigError(f'[compile] backend = "{backend}" is unknown.{one_of(backend, backends)}')
@@ -373,7 +375,7 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
     if config.checkpoint.create_seed_checkpoint and not (config.checkpoint.enable and world_size == 1):
         raise ConfigError("[checkpoint] create_seed_checkpoint needs enable = true, and one rank")
     resolved = replace(config.parallelism, data_parallel_shard_degree=shard)
-    _check_model(config.model_spec.model.check, replace(config, parallelism=resolved))
+    _checked(config.model_spec.model.check, replace(config, parallelism=resolved))
     # The loss takes the sequence in chunks, so that not all logits exist at once.
     chunks = getattr(config.loss, "num_chunks", 1) * config.parallelism.context_parallel_degree
     if config.training.seq_len % chunks:
@@ -383,8 +385,8 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
         )
 
 
-def _check_model(check: Callable[..., None], *args: Trainer.Config) -> None:
-    """One of the model's own checks."""
+def _checked(check: Callable[..., None], *args: Trainer.Config) -> None:
+    """One of the checks that others own."""
     try:
         check(*args)
     except ValueError as error:
@@ -393,11 +395,13 @@ def _check_model(check: Callable[..., None], *args: Trainer.Config) -> None:
 
 def _check_device(config: Trainer.Config) -> None:
     """What this machine cannot do."""
-    _check_model(config.model_spec.model.check_device)
+    _checked(config.model_spec.model.check_device)
     if device_type != "cpu":
         return
     if config.training.enable_cpu_offload:
         raise ConfigError("[training] enable_cpu_offload: without a GPU everything is on the CPU already")
+    if config.profiler.enable_memory_snapshot:
+        raise ConfigError("[profiler] enable_memory_snapshot is of a GPU's memory, and there is none")
     if getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
         raise ConfigError(
             '[checkpoint] async_mode = "async_with_pinned_mem" needs a GPU. Possible: disabled, async.'
@@ -412,30 +416,22 @@ def _check_tokenizer(config: Trainer.Config) -> None:
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(file):
         return
-    with open(file) as stream:
-        tokenizer = json.load(stream)
-    vocabulary = tokenizer["model"].get("vocab", {})
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    tokens = 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+    try:
+        with open(file) as stream:
+            tokenizer = json.load(stream)
+        vocabulary = tokenizer["model"].get("vocab", {})
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        tokens = 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"[model] hf_assets_path = {folder!r}: its tokenizer.json is none of Hugging Face's "
+            f"({type(error).__name__}: {error})"
+        ) from error
     rows = getattr(config.model_spec.model, "vocab_size", tokens)
     if tokens > rows:
         raise ConfigError(
             f"[model.overrides] vocab_size = {rows}: the tokenizer in hf_assets_path = {folder!r} has "
             f"{tokens} tokens"
-        )
-
-
-def _check_weights(config: Trainer.Config) -> None:
-    """A run that begins with Hugging Face weights finds some; one that goes on from its own needs none."""
-    checkpoint = config.checkpoint
-    own = os.path.join(config.dump_folder, checkpoint.folder)
-    if not (checkpoint.enable and checkpoint.initial_load_in_hf) or (os.path.isdir(own) and os.listdir(own)):
-        return
-    key = "[checkpoint] initial_load_path" if checkpoint.initial_load_path else "[model] hf_assets_path"
-    folder = checkpoint.initial_load_path or config.hf_assets_path
-    if not (os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder))):
-        raise ConfigError(
-            f'{key} = "{folder}": [checkpoint] initial_load_in_hf wants *.safetensors files there'
         )
 
 
@@ -493,14 +489,6 @@ def _check_sizes(config: Trainer.Config, world_size: int) -> None:
     for key in ("local_batch_size", "seq_len", "steps"):
         if (value := getattr(training, key)) < 1:
             raise ConfigError(f"[training] {key} = {value}: expected at least 1")
-    for section, key, least in (
-        ("training", "gc_freq", 1),
-        ("metrics", "log_freq", 1),
-        ("validator", "freq", 1),
-        ("lr_scheduler", "warmup_steps", 0),
-    ):
-        if (value := getattr(getattr(config, section), key)) < least:
-            raise ConfigError(f"[{section}] {key} = {value}: expected at least {least}")
     if not training.max_norm > 0:
         raise ConfigError(f"[training] max_norm = {training.max_norm}: expected a positive number")
     tp = parallelism.tensor_parallel_degree
@@ -516,6 +504,43 @@ def _check_sizes(config: Trainer.Config, world_size: int) -> None:
         raise ConfigError(
             f"[training] global_batch_size = {total}: expected a multiple of {step} (local_batch_size = "
             f"{training.local_batch_size} times {dp} data-parallel ranks), or -1 for {step}"
+        )
+
+
+def _check_numbers(config: Trainer.Config) -> None:
+    """What TorchTitan would take as it is, and stumble over in a step."""
+    for section, key, least in (
+        ("training", "gc_freq", 1),
+        ("metrics", "log_freq", 1),
+        ("validator", "freq", 1),
+        ("lr_scheduler", "warmup_steps", 0),
+        ("lr_scheduler", "total_steps", 1),
+        ("comm", "init_timeout_seconds", 1),
+        ("comm", "train_timeout_seconds", 1),
+        ("profiler", "profiler_active", 1),
+        ("profiler", "profiler_warmup", 0),
+        ("profiler", "memory_snapshot_freq", 1),
+        ("dataloader", "num_workers", 0),
+    ):
+        value = getattr(getattr(config, section), key, None)
+        if value is not None and value < least:
+            raise ConfigError(f"[{section}] {key} = {value}: expected at least {least}")
+    for key in ("decay_ratio", "min_lr_factor"):
+        value = getattr(config.lr_scheduler, key)
+        if value is not None and not 0 <= value <= 1:
+            raise ConfigError(f"[lr_scheduler] {key} = {value}: expected a number from 0 to 1")
+    profiler = config.profiler
+    cycle = profiler.profiler_warmup + profiler.profiler_active
+    if profiler.enable_profiling and profiler.profile_freq < cycle:
+        raise ConfigError(
+            f"[profiler] profile_freq = {profiler.profile_freq}: expected at least {cycle}, which is "
+            f"profiler_warmup = {profiler.profiler_warmup} and profiler_active = {profiler.profiler_active}"
+        )
+    validator = config.validator
+    if validator.enable and validator.steps < 1 and getattr(validator.dataloader, "infinite", False):
+        raise ConfigError(
+            f"[validator] steps = {validator.steps} takes all data, and [validator.dataloader] infinite = "
+            "true has no end: set one of them otherwise"
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from titan_gdn import cpu
 from titan_gdn.train import silence_libraries
@@ -49,13 +49,18 @@ def main(argv: list[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 2:
-        sys.exit(f"titan_gdn: expected a model and a flavour\n{USAGE}")
+        _refuse("expected a model and a flavour")
     try:
         config = defaults(*argv)
     except ConfigError as error:
-        sys.exit(f"titan_gdn: {error}\n{USAGE}")
+        _refuse(str(error).removeprefix(": "))
     for line in lines(config, *argv):
         print(line)
+
+
+def _refuse(reason: str) -> NoReturn:
+    print(f"titan_gdn: {reason}\n{USAGE}", file=sys.stderr)
+    sys.exit(2)
 
 
 def lines(config: Any, model: str, flavor: str) -> Iterator[str]:
@@ -135,7 +140,8 @@ def _quantize() -> Iterator[str]:
     """In comments, for no flavour quantizes."""
     for part, converters in PARTS.items():
         for name, kind in converters.items():
-            yield from _commented([f"[quantize.{part}]", f'name = "{name}"', *_table("", _keys(kind()))[1:]])
+            keys = _keys(kind(), without=("model_compile_enabled",))  # which follows from [compile]
+            yield from _commented([f"[quantize.{part}]", f'name = "{name}"', *_table("", keys)[1:]])
 
 
 def _commented(lines: Iterable[str]) -> Iterator[str]:

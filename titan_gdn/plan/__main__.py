@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> None:
         swept = sweep(config, options.world_size, key, values) if options.sweep else {}
         if options.plot and not by_kind(swept):
             raise ConfigError(f"command line: --plot: nothing of the sweep can be: {swept[values[0]]}")
+        if options.plot and all(x.split.cp == 1 for kind in by_kind(swept) for x in kind.values()):
+            raise ConfigError("command line: --plot: without context parallelism nothing is exchanged")
     except ConfigError as error:
         _refuse(error)
     if options.plot:

@@ -144,6 +144,7 @@ def make_plan(config: "Trainer.Config", world_size: int) -> Plan:
     for layer in model.linear_layers():
         if layer.run.kernel == "fla":  # which is to run there, not here
             layer.run = replace(layer.run, kernel="auto")
+    model.converters = []  # `check_run` has seen them; TorchTitan builds none where the hardware is not
     model.update_from_config(config=config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         whole = model.build()

@@ -33,7 +33,7 @@ ASSUMPTIONS = (
     "loaded. FSDP holds two blocks gathered and the gradients of one to be reduced; in a pipeline all of the "
     "rank's stages, gathered, and their gradients whole. All gradients are there while all activations are, "
     "as when they accumulate. Not counted: what operators hold inside, fragments, "
-    "NCCL's and CUDA's buffers, the data, and what compilation saves."
+    "NCCL's and CUDA's buffers, the data, and what compilation and quantization save."
 )
 
 

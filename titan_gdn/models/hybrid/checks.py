@@ -11,6 +11,7 @@ from torchtitan.tools.utils import device_type
 
 from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.models.hybrid import quantize
+from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
 from titan_gdn.models.hybrid.choice import NAMES, choice_of, recomputes, split_of
 from titan_gdn.models.hybrid.config_registry import PATTERNS
 from titan_gdn.models.hybrid.pipeline import check_pipeline, stages_of
@@ -41,6 +42,7 @@ def check(model: "HybridModel.Config", config: "Trainer.Config") -> None:
     _check_linear_attention(model)
     quantize.check(model, config)
     _check_compile(model, config)
+    _check_checkpointing(config)
     _check_optimizer(model, config)
 
 
@@ -214,6 +216,14 @@ def _check_compile(model: "HybridModel.Config", config: "Trainer.Config") -> Non
         )
 
 
+def _check_checkpointing(config: "Trainer.Config") -> None:
+    policy = config.activation_checkpoint
+    if isinstance(policy, SelectiveAC.Config) and policy.debug:
+        raise ValueError(
+            "activation_checkpoint.debug = true is for mode = 'full': torch has none for mode = 'selective'"
+        )
+
+
 def _check_optimizer(model: "HybridModel.Config", config: "Trainer.Config") -> None:
     """Every group has a parameter on every pipeline stage, of those that no group before it has.
 
@@ -240,3 +250,8 @@ def _check_optimizer(model: "HybridModel.Config", config: "Trainer.Config") -> N
                     f"group before it has; names are such as {example!r}"
                 )
             left -= found
+        if left:
+            raise ValueError(
+                f"optimizer.param_groups: no pattern matches {len(left)} parameters, such as {max(left)!r}: "
+                "add a last group of pattern = '.*'"
+            )

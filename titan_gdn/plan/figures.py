@@ -167,7 +167,7 @@ def _added(
     model: HybridModel.Config, exchanges: list[Exchanges], config: "Trainer.Config"
 ) -> dict[str, Added]:
     """What the exchange of each linear attention layer adds to the memory, by the layer's name."""
-    of_kind = {}
+    added = {}
     for kind, x in zip(model.linear_kinds(), exchanges, strict=True):
         sent = x.traffic[x.taken]
         kept, transient = sent.kept, sent.transient
@@ -176,9 +176,8 @@ def _added(
             kept = sent.computed if isinstance(config.activation_checkpoint, SelectiveAC.Config) else 0
             kept += sent.collected if saved_exchanges(config) else 0
             transient += sent.kept
-        of_kind[type(kind)] = Added(kept, transient)
-    kinds = {f"layers.{i}": type(layer.linear_attention) for i, layer in enumerate(model.layers)}
-    return {name: of_kind[kind] for name, kind in kinds.items() if kind in of_kind}
+        added |= dict.fromkeys(model.names_of(kind), Added(kept, transient))
+    return added
 
 
 def plan_exchanges(config: "Trainer.Config", world_size: int) -> list[Exchanges]:
@@ -217,7 +216,7 @@ def _exchanges(
     sent = {name: traffic(name, shape, split) for name in possible}
     return Exchanges(
         kind=NAMES[type(layer)],
-        layers=sum(type(other) is type(layer) for other in model.linear_layers()),
+        layers=len(model.names_of(layer)),
         named=layer.run.exchange,
         split=split,
         machine=machine,

@@ -49,11 +49,9 @@ def choice_of(model: "HybridModel.Config", layer: LinearAttention.Config, config
     Raises:
         ValueError: none is possible.
     """
-    alike = {
-        f"layers.{i}" for i, other in enumerate(model.layers) if type(other.linear_attention) is type(layer)
-    }
+    alike = model.names_of(layer)
     kept = max(
-        sum(len(alike.intersection(stage.modules)) * stage.in_flight for stage in stages)
+        sum(sum(name in alike for name in stage.modules) * stage.in_flight for stage in stages)
         for stages in stages_of(len(model.layers), config)
     )
     split = split_of(layer, config)

@@ -95,6 +95,11 @@ class HybridModel(Decoder):
             """One linear attention layer of each class; those of a class are alike."""
             return list({type(layer): layer for layer in reversed(self.linear_layers())}.values())
 
+        def names_of(self, kind: LinearAttention.Config) -> list[str]:
+            """The names of the layers that attend linearly as this one does, `"layers.0"` and so on."""
+            kinds = enumerate(type(layer.linear_attention) for layer in self.layers)
+            return [f"layers.{i}" for i, other in kinds if other is type(kind)]
+
         def check(self, config: "Trainer.Config") -> None:
             """Refuse the run that cannot be, before anything is built.
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_gdn import cpu
+from titan_gdn.runtime import cpu
 
 # Before TorchTitan is imported, by tests as by the command.
 cpu.enable()

@@ -16,8 +16,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests import fla_interpreter
-from tests.compare import conv_errors, rule_errors, rule_inputs
-from tests.reference import relative_error
+from tests.compare import conv_errors, relative_error, rule_errors, rule_inputs
 from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
 
 CHILDREN = 2

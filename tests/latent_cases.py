@@ -29,9 +29,9 @@ def build(tp, cp, sp):
         n_experts=0,
         n_heads=4,
         key_head_dim=8,
-        shared_key_dim=SHARED,
+        qk_rope_head_dim=SHARED,
         value_head_dim=12,
-        compressed_dim=COMPRESSED,
+        kv_lora_rank=COMPRESSED,
     )
     config = model.first_attention
     sharded = sp and tp > 1
@@ -50,7 +50,7 @@ def build(tp, cp, sp):
 
 def errors(case):
     """Relative errors of output and gradients; bytes sent over CP in the forward."""
-    from tests.reference import relative_error
+    from tests.compare import relative_error
     from titan_gdn.bench.recorder import BytesSent
 
     order, documents, (tp, cp, sp) = case

@@ -152,7 +152,7 @@ def errors(layer, case, regather=False):
 
 def compared(whole, split, case, gradient=lambda d_out: d_out):
     """As `errors`, of a split layer against the same layer whole; `gradient` changes that of the output."""
-    from tests.reference import relative_error
+    from tests.compare import relative_error
 
     _, order, documents, (tp, cp, sp), _, _ = case
     sequence, shards = layouts(documents, tp, cp, order)

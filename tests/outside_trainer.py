@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.compare import relative_error
 from tests.layer_cases import LENGTH, positions_of
-from tests.reference import relative_error
 
 
 class Model(torch.nn.Module):
@@ -63,7 +63,7 @@ def block_on_a_mesh(exchange, backend):
         expected = whole(x, SequenceLayout.from_positions(positions))
         expected.square().sum().backward()
         sequence = SequenceLayout.from_positions(
-            positions[:, mine], ContextParallel(mesh, "headtail", judges=mesh)
+            positions[:, mine], ContextParallel(mesh, "headtail", agreement_mesh=mesh)
         )
         out = model(x[:, mine], sequence)
         out.square().sum().backward()

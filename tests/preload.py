@@ -6,7 +6,7 @@ import warnings
 warnings.simplefilter("ignore")
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
-from titan_gdn import cpu  # noqa: E402
+from titan_gdn.runtime import cpu  # noqa: E402
 
 cpu.enable()
 
@@ -16,6 +16,6 @@ torch.set_num_threads(1)
 
 import torch.distributed.checkpoint  # noqa: E402, F401
 
-import titan_gdn.config  # noqa: E402, F401
+import titan_gdn.config.load  # noqa: E402, F401
 import titan_gdn.models.kimi_linear.config_registry  # noqa: E402, F401
 import titan_gdn.models.qwen3_next.config_registry  # noqa: E402, F401

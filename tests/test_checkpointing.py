@@ -10,11 +10,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tests import checkpointing_cases, ranks
 from tests.training import with_slow
-from titan_gdn.config import ConfigError, load_config
+from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.hybrid import activation_checkpoint
 from titan_gdn.parallel.collectives import ALL_GATHER, ALL_TO_ALL
 from titan_gdn.parallel.exchange import AllGather, AllToAll, NoExchange
-from titan_gdn.parallel.state import HandOnState
+from titan_gdn.parallel.state import StatePassing
 from titan_gdn.parallel.traffic import EXCHANGES
 
 FAMILIES = ("qwen3_next", "kimi_linear")
@@ -102,7 +102,7 @@ def test_of_communication_only_an_exchanges_collectives_over_cp_are_saved():
         chosen = activation_checkpoint._policy(exchange, lambda *_: recompute, None, operator, None, 2, group)
         return chosen == CheckpointPolicy.MUST_SAVE
 
-    state, gather = HandOnState(mesh, None, False), AllGather(mesh, None, False)
+    state, gather = StatePassing(mesh, None, False), AllGather(mesh, None, False)
     assert saves(state, ALL_GATHER, "cp") and saves(state, ALL_GATHER, group)
     assert not saves(state, ALL_GATHER, "tp")
     assert saves(gather, ALL_TO_ALL, "cp") and not saves(gather, ALL_GATHER, "cp")

@@ -16,12 +16,12 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from titan_gdn import config as config_module
 from titan_gdn import models
-from titan_gdn.config import ConfigError, LinearAttentionConfig, check, load_config
+from titan_gdn.config import load as config_module
+from titan_gdn.config.load import ConfigError, LinearAttentionConfig, check, load_config
+from titan_gdn.config.removed_keys import WHAT_BECAME_OF
+from titan_gdn.data.text_files import TextFilesDataLoader
 from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
-from titan_gdn.text_files import TextFilesDataLoader
-from titan_gdn.torchtitan_0_2 import WHAT_BECAME_OF
 
 SECTIONS = config_module.SECTIONS
 MODEL = '[model]\nname = "fake"\nflavor = "tiny"\n'

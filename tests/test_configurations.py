@@ -9,7 +9,7 @@ import pytest
 
 from tests import hf, ranks
 from tests.training import one_step
-from titan_gdn.config import ConfigError, load_config
+from titan_gdn.config.load import ConfigError, load_config
 
 COUNT, TRAINED = 200, 30
 KINDS = ("linear_attention", "full_attention")

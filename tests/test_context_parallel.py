@@ -9,9 +9,9 @@ import torch
 from tests import hf, layer_cases, outside_trainer, ranks
 from tests.training import assert_same_numbers, dry_run, train, with_slow
 from titan_gdn.assets import BYTE_TOKENIZER
-from titan_gdn.config import ConfigError, load_config
+from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.qwen3_next import qwen3_next
-from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, Split, traffic
+from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, ShardedBatch, traffic
 
 
 @pytest.fixture(scope="module", params=layer_cases.LAYERS)
@@ -81,7 +81,7 @@ def test_recorded_bytes_are_those_of_the_model(layer, world_size):
     over_cp = collections.defaultdict(set)
     for options, row in ranks.run(layer_cases.traffic, world_size, layer, timeout=200)[0]:
         mesh = (options.cp, options.tp, options.sequence_parallel, options.order)
-        split = Split(options.batch, options.tokens, *mesh, itemsize=4, regather=options.regather)
+        split = ShardedBatch(options.batch, options.tokens, *mesh, itemsize=4, regather=options.regather)
         model = traffic(row["exchange"], SHAPES[layer], split)
         for way, leg in (("forward", model.forward), ("backward", model.backward)):
             assert row[f"cp {way} (bytes)"] == leg.cp_bytes, (row, options)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests import hf, ranks
 from tests.training import assert_same_numbers, train, with_slow
-from titan_gdn.config import ConfigError, load_config
+from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.kimi_linear.state_dict_adapter import published
 
 CONFIGS = os.path.join(os.path.dirname(__file__), "..", "train_configs")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from tests import hf, ranks
-from tests.reference import relative_error
+from tests.compare import relative_error
 from titan_gdn.models.kimi_linear import KimiLinearStateDictAdapter, kimi_linear
 from titan_gdn.models.kimi_linear.state_dict_adapter import published
 from titan_gdn.models.qwen3_next import Qwen3NextStateDictAdapter, qwen3_next

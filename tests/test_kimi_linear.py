@@ -9,7 +9,7 @@ from tests import hf, latent_cases, ranks
 from tests.layer_cases import LENGTH
 from tests.training import assert_same_numbers, dry_run, train
 from titan_gdn.assets import BYTE_TOKENIZER
-from titan_gdn.config import ConfigError, load_config
+from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.parallel.sequence import SequenceLayout
@@ -164,7 +164,7 @@ def test_heads_that_do_not_divide_are_refused_by_their_name():
 NONSENSE = {
     "n_dense_layers=-1": "at least 0",
     "route_scale=0.0": "positive",
-    "compressed_dim=0": "at least 1",
+    "kv_lora_rank=0": "at least 1",
     "n_linear_value_heads=6": "divisor of n_linear_value_heads = 6",
     "layer_types=full_attention": "for each of the 4 layers",
     "load_balance_coeff=0.0": "positive",

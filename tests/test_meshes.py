@@ -17,7 +17,7 @@ MESHES = {
     "fsdp 2, tp 2": (4, TP, "2", *HALF),
     "tp 4 with 2 key-value heads": (4, TP, "4"),
     "tp 4 with 2 key-value heads without sequence parallelism": (4, TP, "4", NO_SP),
-    # torch 2.14 loses a gradient here (see titan_gdn/parallel/waiting.py).
+    # torch 2.14 loses a gradient here (see titan_gdn/runtime/async_wait.py).
     "tp 2, one row at a time": (2, TP, "2", *QUARTER, "--training.global_batch_size", "4"),
     "replicate 2, fsdp 2": (4, "--parallelism.data_parallel_replicate_degree", "2", *QUARTER),
 }

@@ -13,7 +13,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from tests import hf, ranks
 from tests.training import train, train_until
-from titan_gdn.config import ConfigError, load_config
+from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.parallel.sequence import SequenceLayout

@@ -7,11 +7,9 @@ import sys
 import pytest
 import torch
 
-from tests import reference
-from tests.compare import RULES, rule_errors, rule_inputs
-from tests.reference import relative_error
+from tests.compare import RULES, relative_error, rule_errors, rule_inputs
 from titan_gdn import ops
-from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention, kda_gate
+from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention, kda_gate, naive
 from titan_gdn.ops.causal_conv1d import torch_backend as conv_backend
 
 RAGGED = [0, 1, 3, 6, 64, 130, 131, 200]
@@ -185,7 +183,7 @@ def test_convolution_is_the_sum_over_the_past_of_the_document(kernel, cu_seqlens
     x = torch.randn(1, RAGGED[-1], 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, kernel, dtype=torch.float64, requires_grad=True)
     offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens)
-    out, expected = causal_conv1d(x, weight, offsets), reference.causal_conv1d(x, weight, offsets)
+    out, expected = causal_conv1d(x, weight, offsets), naive.causal_conv1d(x, weight, offsets)
     d_out = torch.randn_like(out)
     assert relative_error(out, expected) < 1e-14
     for a, b in zip(*(torch.autograd.grad(y, (x, weight), d_out) for y in (out, expected)), strict=True):
@@ -194,7 +192,7 @@ def test_convolution_is_the_sum_over_the_past_of_the_document(kernel, cu_seqlens
 
 def test_convolution_takes_sequences_shorter_than_its_kernel():
     x, weight = (torch.randn(shape, requires_grad=True) for shape in ((2, 2, 3), (3, 4)))
-    out, expected = causal_conv1d(x, weight), reference.causal_conv1d(x, weight)
+    out, expected = causal_conv1d(x, weight), naive.causal_conv1d(x, weight)
     assert relative_error(out, expected) < 1e-6
     for a, b in zip(*(torch.autograd.grad(y.sum(), (x, weight)) for y in (out, expected)), strict=True):
         assert relative_error(a, b) < 1e-6
@@ -224,7 +222,7 @@ def test_attention_is_the_masked_softmax(dtype):
     offsets = torch.tensor([0, 1, 3, 130, 300, 301, 555, 600])
     out, expected = (
         document_attention(*inputs, 0.3, offsets),
-        reference.document_attention(*inputs, 0.3, offsets),
+        naive.document_attention(*inputs, 0.3, offsets),
     )
     d_out = torch.randn_like(out)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
@@ -240,7 +238,7 @@ def test_attention_of_some_tokens_is_theirs_of_all():
     q, k, v = (torch.randn(2, 300, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     offsets = torch.tensor([0, 1, 130, 300, 301, 555, 600])
     some = document_attention(q[:, tokens], k, v, 0.3, offsets, tokens)
-    expected = reference.document_attention(q, k, v, 0.3, offsets)[:, tokens]
+    expected = naive.document_attention(q, k, v, 0.3, offsets)[:, tokens]
     assert relative_error(some, expected) < 1e-14
     d_out = torch.randn_like(some)
     for a, b in zip(*(torch.autograd.grad(y, (q, k, v), d_out) for y in (some, expected)), strict=True):

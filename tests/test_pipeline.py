@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests import hf, ranks
 from tests.training import assert_same_numbers, train, train_until, with_slow
-from titan_gdn.config import ConfigError, load_config
+from titan_gdn.config.load import ConfigError, load_config
 
 PP, CP, TP = (f"--parallelism.{name}_parallel_degree" for name in ("pipeline", "context", "tensor"))
 TWO_STAGES = (PP, "2")

@@ -14,17 +14,17 @@ from torchtitan.tools.logging import logger
 
 from tests import ranks
 from titan_gdn.bench.rule import _peak_of_allocations
-from titan_gdn.config import load_config
+from titan_gdn.config.load import load_config
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.parallel.cost import Machine, choose
 from titan_gdn.parallel.sequence import SequenceLayout
-from titan_gdn.parallel.traffic import LayerShape, Split, traffic
+from titan_gdn.parallel.traffic import LayerShape, ShardedBatch, traffic
 from titan_gdn.plan.__main__ import main
-from titan_gdn.plan.figures import make_plan
-from titan_gdn.plan.watch import watch
+from titan_gdn.plan.block_memory import block_memory
+from titan_gdn.plan.plan import make_plan
 
 QWEN, KIMI = "train_configs/qwen3_next_1M.toml", "train_configs/kimi_linear_1M.toml"
 LARGE = "train_configs/qwen3_next_80B.toml"
@@ -32,7 +32,7 @@ GDN = LayerShape(
     width=2048, exchanged=8256, output=4096, key_heads=16, value_heads=32, key_dim=128, value_dim=128,
     channels=8192, kernel_size=4, per_channel=False,
 )  # fmt: skip
-MILLION = Split(1, 2**20, cp=2, tp=8, sequence_parallel=True, order="headtail", itemsize=2)
+MILLION = ShardedBatch(1, 2**20, cp=2, tp=8, sequence_parallel=True, order="headtail", itemsize=2)
 
 
 @pytest.fixture(autouse=True)
@@ -329,8 +329,8 @@ def test_what_a_block_keeps_and_holds_is_what_the_allocator_says(name, policy):
         policy_ = POLICIES[policy]
         return block if policy_ is None else policy_.build()._wrap_block(block, base_fqn="layers.0")
 
-    split = Split(2, 2048, cp=1, tp=1, sequence_parallel=True, order="contiguous", itemsize=4)
-    told = watch(config.build(), 128, split, torch.float32, checkpointed)
+    split = ShardedBatch(2, 2048, cp=1, tp=1, sequence_parallel=True, order="contiguous", itemsize=4)
+    told = block_memory(config.build(), 128, split, torch.float32, checkpointed)
     block = config.build()
     block.init_states()
     kept, peak = allocated(checkpointed(block), block, 2, 2048, 128)

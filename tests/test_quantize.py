@@ -31,7 +31,7 @@ from torchtitan.models.common.token_dispatcher import TorchAOTokenDispatcher
 from tests import hf, quantize_cases, ranks
 from tests.quantize_cases import configured, emulated
 from tests.training import train
-from titan_gdn.config import ConfigError, load_config
+from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.hybrid.quantize import MULTIPLE, PARTS, LocalNVFP4Linear
 
 BFLOAT16 = {"training": {"mixed_precision_param": "bfloat16"}}

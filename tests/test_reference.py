@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from titan_gdn.config import SECTIONS, defaults, load_config
+from titan_gdn.config.load import SECTIONS, defaults, load_config
 from titan_gdn.models.hybrid.quantize import PARTS
 from titan_gdn.reference import main
 

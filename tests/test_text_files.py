@@ -14,7 +14,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import DatasetConfig, text_datasets
 
 from titan_gdn.assets import BYTE_TOKENIZER
-from titan_gdn.text_files import TextFiles, TextFilesDataLoader, list_files
+from titan_gdn.data.text_files import TextFiles, TextFilesDataLoader, list_files
 
 END = 256
 SEQ_LEN = 16

@@ -13,14 +13,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from titan_gdn.config import ConfigError, load_config
+from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
-from titan_gdn.models.hybrid.choice import recomputes, saved_exchanges
+from titan_gdn.models.hybrid.exchange_choice import recomputes, saved_exchanges
 from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.ops import chunk_gated_delta_rule, chunk_kda
 from titan_gdn.parallel.cost import LINKS, Choice, Cost, Link, Machine, choose, cost
-from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, Leg, Split, Traffic, impossible, traffic
+from titan_gdn.parallel.traffic import (
+    EXCHANGES,
+    LayerShape,
+    PassCost,
+    ShardedBatch,
+    Traffic,
+    impossible,
+    traffic,
+)
 
 QWEN3_NEXT = LayerShape(
     width=2048,
@@ -51,9 +59,9 @@ SHAPES = {"Qwen3-Next": QWEN3_NEXT, "Kimi Linear": KIMI_LINEAR}
 MILLION = 1 << 20
 
 
-def split(cp, tp=1, length=MILLION, order="headtail", **others) -> Split:
+def split(cp, tp=1, length=MILLION, order="headtail", **others) -> ShardedBatch:
     options = {"batch": 1, "sequence_parallel": True, "itemsize": 2} | others
-    return Split(length=length, cp=cp, tp=tp, order=order, **options)
+    return ShardedBatch(length=length, cp=cp, tp=tp, order=order, **options)
 
 
 def test_models_have_the_published_shapes():
@@ -65,7 +73,7 @@ def test_models_have_the_published_shapes():
 # --- Bytes ---
 
 
-def over_cp(name: str, shape: LayerShape, where: Split, way: str) -> int:
+def over_cp(name: str, shape: LayerShape, where: ShardedBatch, way: str) -> int:
     """DESIGN section 4, in bytes."""
     T, B, cp, tp, item = where.length, where.batch, where.cp, where.tp, where.itemsize
     between = B * T / (cp * tp) if where.sequence_parallel else B * T / cp
@@ -82,7 +90,7 @@ def over_cp(name: str, shape: LayerShape, where: Split, way: str) -> int:
     return states + item * s * B * (shape.kernel_size - 1) * shape.channels / tp * (cp - 1)
 
 
-def over_tp(name: str, shape: LayerShape, where: Split, way: str) -> int:
+def over_tp(name: str, shape: LayerShape, where: ShardedBatch, way: str) -> int:
     T, B, cp, tp, item, D = where.length, where.batch, where.cp, where.tp, where.itemsize, shape.width
     output = B * T / cp * D * (tp - 1) / tp
     if not where.sequence_parallel:
@@ -106,7 +114,7 @@ def test_bytes_are_those_of_the_formulas(shape, name, regather, order):
         (8, 2, True, 2, 2),
         (16, 1, True, 1, 2),
     ]:
-        where = Split(batch, MILLION, cp, tp, sp, order, item, regather)
+        where = ShardedBatch(batch, MILLION, cp, tp, sp, order, item, regather)
         found = traffic(name, shape, where)
         for way, leg in (("forward", found.forward), ("backward", found.backward)):
             assert leg.cp_bytes == over_cp(name, shape, where, way)
@@ -309,8 +317,8 @@ def test_a_machine_has_positive_numbers(name, value):
 
 def test_time_is_bytes_messages_and_flops_of_every_pass():
     sent = Traffic(
-        forward=Leg(cp_bytes=10**9, tp_bytes=2 * 10**9, cp_messages=2, tp_messages=1, flops=10**12),
-        backward=Leg(cp_bytes=3 * 10**9, tp_bytes=0, cp_messages=5, tp_messages=0, flops=4 * 10**12),
+        forward=PassCost(cp_bytes=10**9, tp_bytes=2 * 10**9, cp_messages=2, tp_messages=1, flops=10**12),
+        backward=PassCost(cp_bytes=3 * 10**9, tp_bytes=0, cp_messages=5, tp_messages=0, flops=4 * 10**12),
         transient=0,
         kept=0,
     )
@@ -326,10 +334,10 @@ def test_time_is_bytes_messages_and_flops_of_every_pass():
     assert twice.recompute == twice.forward == once.forward and twice.backward == once.backward
     assert twice.total == pytest.approx(once.total + once.forward)
     assert twice.over_cp + twice.over_tp + twice.compute == pytest.approx(twice.total)
-    assert twice.done == Leg(5 * 10**9, 4 * 10**9, 9, 2, 6 * 10**12)
+    assert twice.done == PassCost(5 * 10**9, 4 * 10**9, 9, 2, 6 * 10**12)
     kept = cost(sent, split(2, 8), machine, recompute=True, saved=True)
     assert kept.recompute == pytest.approx(0.5 + 0.001)
-    assert kept.done == Leg(4 * 10**9, 4 * 10**9, 7, 2, 5 * 10**12)
+    assert kept.done == PassCost(4 * 10**9, 4 * 10**9, 7, 2, 5 * 10**12)
 
 
 # --- Choosing ---
@@ -605,8 +613,16 @@ def test_the_model_reads_its_numbers_off_the_run(monkeypatch):
     assert [machine for _, _, machine, *_ in given[:: len(given) - 1]] == [Machine(), Machine(memory=3)]
     assert given[-1][3:] == (True, 3, ("all_to_all", "state"))
     (_, first, _, *options), (_, second, _, *others) = given[0], given[-2]
-    assert first == Split(3, 512, 2, 1, True, "headtail", 2, regather=True) and options == [True, 3, ()]
-    assert second == Split(3, 1024, 2, 1, True, "contiguous", 4, regather=True) and others == [False, 3, ()]
+    assert first == ShardedBatch(3, 512, 2, 1, True, "headtail", 2, regather=True) and options == [
+        True,
+        3,
+        (),
+    ]
+    assert second == ShardedBatch(3, 1024, 2, 1, True, "contiguous", 4, regather=True) and others == [
+        False,
+        3,
+        (),
+    ]
     # In a pipeline, of a micro-batch: two of the first stage's layers, each with two of them on their way.
     pipeline = "--parallelism.pipeline_parallel"
     load(CP, "2", f"{pipeline}_degree", "2", f"{pipeline}_schedule", "1F1B", world_size=4)

@@ -93,7 +93,7 @@ def _built(argv):
     """The trainer of a command line."""
     import torchtitan.trainer
 
-    from titan_gdn.config import load_config
+    from titan_gdn.config.load import load_config
 
     # The trainer lets other ranks finish printing before it ends; here nobody reads.
     torchtitan.trainer.time = types.SimpleNamespace(

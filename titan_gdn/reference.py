@@ -15,14 +15,14 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NoReturn
 
-from titan_gdn import cpu
-from titan_gdn.train import silence_libraries
+from titan_gdn.runtime import cpu
+from titan_gdn.runtime.silence import silence_libraries
 
 silence_libraries()
 cpu.enable()  # before anything of TorchTitan is imported
 
 from titan_gdn import models  # noqa: E402
-from titan_gdn.config import (  # noqa: E402
+from titan_gdn.config.load import (  # noqa: E402
     OPTIMIZER_NAME,
     POLICIES,
     SECTIONS,
@@ -31,7 +31,7 @@ from titan_gdn.config import (  # noqa: E402
     fields_of,
     optimizer_kwargs,
 )
-from titan_gdn.given import described  # noqa: E402
+from titan_gdn.config.source import described  # noqa: E402
 from titan_gdn.models.hybrid.quantize import PARTS  # noqa: E402
 
 USAGE = "usage: python -m titan_gdn.reference MODEL FLAVOR, such as qwen3_next debug"

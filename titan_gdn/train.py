@@ -4,9 +4,9 @@ import logging
 import os
 import sys
 import time
-import warnings
 
-from titan_gdn import cpu
+from titan_gdn.runtime import cpu
+from titan_gdn.runtime.silence import silence_libraries
 
 _HARMLESS = (
     "initial_load_model_only=True has no effect",  # TorchTitan's default, nobody's doing
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger, logger
 
-    from titan_gdn.config import ConfigError, load_config
+    from titan_gdn.config.load import ConfigError, load_config
 
     init_logger()
     logger.handlers[0].addFilter(lambda record: not any(text in record.getMessage() for text in _HARMLESS))
@@ -89,15 +89,6 @@ def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:  # noqa: F8
         parallel_dims=ParallelDims.from_config(parallelism, world_size),
         pp_schedule=parallelism.pipeline_parallel_schedule,
     )
-
-
-def silence_libraries() -> None:
-    """Hush what libraries say about each other at import and on CPUs; errors still show."""
-    warnings.filterwarnings("ignore", module=r"(torch|torchao|torchdata|torchtitan|triton|spmd_types)(\.|$)")
-    # torchao registers its enums in a way that torch deprecates, on every rank.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    # DTensor advises how to lay out meshes that are not ours.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ import statistics
 import pytest
 import torch
 
-from tests.compare import RULES, conv_errors, rule_errors, rule_inputs
-from tests.reference import relative_error
+from tests.compare import RULES, conv_errors, relative_error, rule_errors, rule_inputs
 from titan_gdn import ops
 from titan_gdn.ops import causal_conv1d
 from titan_gdn.ops.backends import why_not_fla

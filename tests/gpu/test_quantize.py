@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import quantize_cases
-from tests.reference import relative_error
+from tests.compare import relative_error
 from titan_gdn.models.hybrid.quantize import PARTS, check_device
 from titan_gdn.parallel.sequence import SequenceLayout
 

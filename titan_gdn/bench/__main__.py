@@ -28,7 +28,7 @@ def exchange(options: tyro.conf.OmitArgPrefixes[LayerOptions]) -> None:
 
 def _run_layer(options: LayerOptions, computes: bool) -> None:
     options.check()
-    from titan_gdn import cpu
+    from titan_gdn.runtime import cpu
 
     cpu.enable()  # before anything of TorchTitan is imported
     from titan_gdn.bench.layer import run

@@ -32,7 +32,7 @@ from titan_gdn.models.kimi_linear import kimi_linear
 from titan_gdn.models.qwen3_next import qwen3_next
 from titan_gdn.parallel.exchange import Exchange, ExchangeName
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout, shard_order
-from titan_gdn.parallel.traffic import LayerShape, Split, traffic
+from titan_gdn.parallel.traffic import LayerShape, ShardedBatch, traffic
 
 MODELS = {"gated_delta_net": qwen3_next, "kimi_delta_attention": kimi_linear}
 
@@ -86,7 +86,7 @@ class Prepared(NamedTuple):
 
     forward: Callable[[], torch.Tensor]
     shape: LayerShape
-    split: Split
+    split: ShardedBatch
 
 
 def mesh_of(options: LayerOptions) -> ParallelDims:
@@ -108,7 +108,7 @@ def prepare(
 ) -> Prepared:
     """Build the layer, or of it the exchange alone, and a batch of one document a row."""
     layer, shape = build(options, exchange, parallel_dims)
-    split = Split(
+    split = ShardedBatch(
         options.batch,
         options.tokens,
         options.cp,

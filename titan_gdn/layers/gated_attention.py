@@ -12,8 +12,8 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention, local_head_split
 
 from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
-from titan_gdn.layers.local import apply
-from titan_gdn.layers.norms import ZeroCentredRMSNorm
+from titan_gdn.layers.local_tensor import apply
+from titan_gdn.layers.norms import OffsetRMSNorm
 from titan_gdn.layers.rotary import PartialRotary
 from titan_gdn.parallel.sequence import SequenceLayout
 
@@ -38,8 +38,8 @@ class GatedAttention(BaseAttention):
         wk: Linear.Config
         wv: Linear.Config
         wo: Linear.Config
-        q_norm: ZeroCentredRMSNorm.Config
-        k_norm: ZeroCentredRMSNorm.Config
+        q_norm: OffsetRMSNorm.Config
+        k_norm: OffsetRMSNorm.Config
         inner_attention: DocumentAttention.Config | DocumentFlexAttention.Config
 
         @property

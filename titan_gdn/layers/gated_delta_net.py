@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchtitan.models.common import Linear
 
 from titan_gdn.layers.linear_attention import LinearAttention
-from titan_gdn.layers.local import apply
+from titan_gdn.layers.local_tensor import apply
 from titan_gdn.ops import chunk_gated_delta_rule
 from titan_gdn.parallel.traffic import LayerShape
 

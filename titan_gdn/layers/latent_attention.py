@@ -15,7 +15,7 @@ from torchtitan.models.common import Linear, RMSNorm
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
 
 from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
-from titan_gdn.layers.local import apply
+from titan_gdn.layers.local_tensor import apply
 from titan_gdn.parallel.collectives import gather_all, gather_sequence, in_shards
 from titan_gdn.parallel.sequence import SequenceLayout
 
@@ -36,9 +36,9 @@ class LatentAttention(BaseAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseAttention.Config):
         n_heads: int
-        compressed_dim: int
+        kv_lora_rank: int
         key_head_dim: int
-        shared_key_dim: int
+        qk_rope_head_dim: int
         value_head_dim: int
         wq: Linear.Config
         wkv_a: Linear.Config
@@ -50,13 +50,13 @@ class LatentAttention(BaseAttention):
         @property
         def pair_width(self) -> int:
             """Dimensions that a pair of tokens multiplies in a head: those of its score and of its value."""
-            return self.key_head_dim + self.shared_key_dim + self.value_head_dim
+            return self.key_head_dim + self.qk_rope_head_dim + self.value_head_dim
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.compressed_dim = config.compressed_dim
+        self.kv_lora_rank = config.kv_lora_rank
         self.key_head_dim = config.key_head_dim
-        self.shared_key_dim = config.shared_key_dim
+        self.qk_rope_head_dim = config.qk_rope_head_dim
         self.value_head_dim = config.value_head_dim
         self.wq = config.wq.build()
         self.wkv_a = config.wkv_a.build()
@@ -95,7 +95,7 @@ class LatentAttention(BaseAttention):
         Returns:
             `[B, L, D]`, under TP this rank's summand of it.
         """
-        q_width = self.key_head_dim + self.shared_key_dim
+        q_width = self.key_head_dim + self.qk_rope_head_dim
         q_BLNH = apply(self.wq, gather_sequence(x_BSD, self.tp_mesh)).unflatten(-1, (-1, q_width))
         k_BTNH, v_BTNV = self.expand(self.gather(apply(self.wkv_a, x_BSD, summed=True), sequence))
         out_BLNV = self.inner_attention(
@@ -115,7 +115,7 @@ class LatentAttention(BaseAttention):
 
     def expand(self, kv_BTC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[B, T, N, H]` and values `[B, T, N, V]` of this rank's heads."""
-        kv_BTC, shared_BTC = kv_BTC.split([self.compressed_dim, self.shared_key_dim], -1)
+        kv_BTC, shared_BTC = kv_BTC.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         kv_BTC = apply(self.kv_norm, kv_BTC, summed=True)
         kv_BTNC = apply(self.wkv_b, kv_BTC).unflatten(-1, (-1, self.key_head_dim + self.value_head_dim))
         k_BTNC, v_BTNV = kv_BTNC.split([self.key_head_dim, self.value_head_dim], -1)

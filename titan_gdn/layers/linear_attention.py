@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common import Linear
 from torchtitan.protocols.module import Module
 
-from titan_gdn.layers.local import apply, local
+from titan_gdn.layers.local_tensor import apply, local
 from titan_gdn.layers.norms import GatedRMSNorm
 from titan_gdn.ops import causal_conv1d
 from titan_gdn.ops.backends import Backend

@@ -21,7 +21,7 @@ class _RMSNorm(Module):
         self.weight = nn.Parameter(torch.empty(config.dim))
 
 
-class ZeroCentredRMSNorm(_RMSNorm):
+class OffsetRMSNorm(_RMSNorm):
     """`(1 + weight) * x / rms(x)` over the last dimension (transformers, `Qwen3NextRMSNorm`)."""
 
     @dataclass(kw_only=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from titan_gdn.ops.chunk_plan import CHUNK, Block, ChunkPlan, max_chunks, plan_chunks
 from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, chunks_backward, chunks_forward
-from titan_gdn.ops.chunks import CHUNK, Block, ChunkPlan, max_chunks, plan_chunks
 
 L2NORM_EPS = 1e-6
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_gdn.ops.chunks import CHUNK, Piece
+from titan_gdn.ops.chunk_plan import CHUNK, Piece
 
 
 class Chunks(NamedTuple):

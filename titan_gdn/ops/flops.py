@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import titan_gdn.ops.gated_delta_rule
 import titan_gdn.ops.kda  # noqa: F401  (their operators are to exist)
-from titan_gdn.ops.chunks import CHUNK
+from titan_gdn.ops.chunk_plan import CHUNK
 
 
 def chunked_rule_flops(

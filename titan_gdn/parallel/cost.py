@@ -11,7 +11,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from titan_gdn.parallel.exchange import ExchangeName
-from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, Leg, Split, Traffic, impossible, traffic
+from titan_gdn.parallel.traffic import (
+    EXCHANGES,
+    LayerShape,
+    PassCost,
+    ShardedBatch,
+    Traffic,
+    impossible,
+    traffic,
+)
 
 LinkName = Literal["nvlink", "infiniband", "efa", "tcp"]
 
@@ -127,7 +135,7 @@ class Cost:
     over_cp: float
     over_tp: float
     compute: float
-    done: Leg
+    done: PassCost
 
     @property
     def total(self) -> float:
@@ -152,7 +160,9 @@ class Choice:
     reason: str
 
 
-def cost(traffic: Traffic, split: Split, machine: Machine, recompute: bool, saved: bool = False) -> Cost:
+def cost(
+    traffic: Traffic, split: ShardedBatch, machine: Machine, recompute: bool, saved: bool = False
+) -> Cost:
     """The time of a layer under an exchange.
 
     Args:
@@ -162,26 +172,26 @@ def cost(traffic: Traffic, split: Split, machine: Machine, recompute: bool, save
         recompute: activation checkpointing repeats the forward in the backward, its collectives included.
         saved: but not those over CP and what is computed for them, whose results it keeps.
     """
-    again = traffic.forward if recompute else Leg()
+    again = traffic.forward if recompute else PassCost()
     if saved:
         again = replace(again, cp_bytes=0, cp_messages=0, flops=0)
     passes = [traffic.forward, again, traffic.backward]
     cp, tp = machine.link(split.tp, split.cp), machine.link(1, split.tp)
 
-    def parts(leg: Leg) -> tuple[float, float, float]:
+    def parts(leg: PassCost) -> tuple[float, float, float]:
         return (
             leg.cp_bytes / cp.bandwidth + leg.cp_messages * cp.latency,
             leg.tp_bytes / tp.bandwidth + leg.tp_messages * tp.latency,
             leg.flops / (machine.tflops * 1e12),
         )
 
-    done = sum(passes, Leg())
+    done = sum(passes, PassCost())
     return Cost(*(sum(parts(leg)) for leg in passes), *parts(done), done)
 
 
 def choose(
     shape: LayerShape,
-    split: Split,
+    split: ShardedBatch,
     machine: Machine,
     recompute: bool,
     layers: int = 1,

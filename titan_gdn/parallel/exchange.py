@@ -33,7 +33,7 @@ from titan_gdn.parallel.collectives import (
 )
 from titan_gdn.parallel.in_place import InPlace
 from titan_gdn.parallel.sequence import SequenceLayout
-from titan_gdn.parallel.state import HandOnState
+from titan_gdn.parallel.state import StatePassing
 
 Project = Callable[[Tensor, slice], Tensor]
 """`[B, tokens, D]` hidden states and a run of groups to `[B, tokens, groups, W]`."""
@@ -215,7 +215,7 @@ def make_exchange(
         name: "all_to_all", "all_gather" or "state".
         mesh: the CP sub-mesh, None without context parallelism.
         tp_mesh: the TP sub-mesh under sequence parallelism, else None.
-        regather: see `AllGather` and `HandOnState`.
+        regather: see `AllGather` and `StatePassing`.
 
     Raises:
         ValueError: an unknown name, or "auto", which a model replaces when it is configured.
@@ -227,7 +227,7 @@ def make_exchange(
     if name == "all_gather":
         return AllGather(mesh, tp_mesh, regather)
     if name == "state":
-        return HandOnState(mesh, tp_mesh, regather)
+        return StatePassing(mesh, tp_mesh, regather)
     raise ValueError(f"exchange {name!r} is unknown; possible are {', '.join(get_args(ExchangeName))}")
 
 

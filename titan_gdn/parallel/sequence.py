@@ -23,13 +23,13 @@ class ContextParallel:
     Attributes:
         mesh: the one-dimensional CP sub-mesh.
         order: the tokens that each rank is given. It comes from the configuration alone.
-        judges: the mesh over which ranks agree that the order is wrong before any of them raises: all
+        agreement_mesh: the mesh over which ranks agree that the order is wrong before any of them raises: all
             that run the same forward, so that none is left waiting.
     """
 
     mesh: DeviceMesh
     order: Order
-    judges: DeviceMesh
+    agreement_mesh: DeviceMesh
 
 
 class Segments(NamedTuple):
@@ -191,7 +191,7 @@ def _starts(positions: Tensor, context_parallel: ContextParallel | None = None) 
     if context_parallel is None:
         return starts.cpu()
     broken = (~starts[:, 1:] & (positions[:, 1:] != positions[:, :-1] + 1)).any()
-    broken = wait_tensor(all_reduce(broken.int(), "max", context_parallel.judges))
+    broken = wait_tensor(all_reduce(broken.int(), "max", context_parallel.agreement_mesh))
     # The only transfer to the host of a forward.
     flags = torch.cat([starts.flatten(), broken.bool()[None]]).cpu()
     # The fake backend's gather repeats the local shard, which is no sequence.

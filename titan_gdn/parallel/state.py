@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from titan_gdn.parallel.exchange import Convolution, Rule
 
 
-class HandOnState(InPlace):
+class StatePassing(InPlace):
     """Every rank runs its own tokens, all head groups: heads need divide by TP only, and any CP will do.
 
     Args:

@@ -52,7 +52,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ShardedBatch:
     """A batch, and how it lies on the ranks.
 
     Attributes:
@@ -102,7 +102,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class PassCost:
     """One way through the layer, for one rank.
 
     Attributes:
@@ -119,8 +119,8 @@ class Leg:
     tp_messages: int = 0
     flops: int = 0
 
-    def __add__(self, other: "Leg") -> "Leg":
-        return Leg(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "PassCost") -> "PassCost":
+        return PassCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +137,15 @@ class Traffic:
         computed: bytes of what operators that it adds give, which selective checkpointing keeps.
     """
 
-    forward: Leg
-    backward: Leg
+    forward: PassCost
+    backward: PassCost
     transient: int
     kept: int
     collected: int = 0
     computed: int = 0
 
 
-def traffic(name: ExchangeName, shape: LayerShape, split: Split) -> Traffic:
+def traffic(name: ExchangeName, shape: LayerShape, split: ShardedBatch) -> Traffic:
     """What one layer costs under an exchange; with `cp` 1 nothing crosses CP, whichever it is.
 
     Gradients of weights are not counted: FSDP sums them over CP, once a step, whatever the exchange.
@@ -157,7 +157,7 @@ def traffic(name: ExchangeName, shape: LayerShape, split: Split) -> Traffic:
     return _OF[name](shape, split)
 
 
-def impossible(name: ExchangeName, shape: LayerShape, split: Split) -> str | None:
+def impossible(name: ExchangeName, shape: LayerShape, split: ShardedBatch) -> str | None:
     """Why an exchange cannot be, and what can; None where it can."""
     heads, cp, tp = shape.key_heads, split.cp, split.tp
     if heads % tp:
@@ -182,39 +182,39 @@ def impossible(name: ExchangeName, shape: LayerShape, split: Split) -> str | Non
     )
 
 
-def _all_to_all(shape: LayerShape, split: Split) -> Traffic:
+def _all_to_all(shape: LayerShape, split: ShardedBatch) -> Traffic:
     tokens, own, cp, tp = split.tokens, split.tokens_of_cp_rank, split.cp, split.tp
     between, narrow = split.tokens_between_layers, shape.bottleneck
-    way_in = Leg(
+    way_in = PassCost(
         split.itemsize * (own * (shape.exchanged // tp) * (cp - 1) // cp + between * narrow * (cp - 1)),
         cp_messages=2 if narrow else 1,
     )
     both = way_in + _way_out(shape, split) + _over_tp(shape, split, own)
     if narrow and split.sharded:
-        both += Leg(tp_bytes=split.itemsize * cp * between * narrow * (tp - 1), tp_messages=1)
+        both += PassCost(tp_bytes=split.itemsize * cp * between * narrow * (tp - 1), tp_messages=1)
     # The bottleneck is made where hidden states lie, without CP of all tokens on every TP rank.
     saved = 2 * (between - own) * shape.width * narrow
     return Traffic(
-        both + Leg(flops=saved),
-        both + Leg(flops=2 * saved),
+        both + PassCost(flops=saved),
+        both + PassCost(flops=2 * saved),
         transient=split.itemsize * (own * (shape.exchanged // tp) + tokens * narrow),
         kept=split.itemsize * (tokens - own) * narrow,
         collected=split.itemsize * (own * ((shape.exchanged + shape.output) // tp) + cp * between * narrow),
     )
 
 
-def _all_gather(shape: LayerShape, split: Split) -> Traffic:
+def _all_gather(shape: LayerShape, split: ShardedBatch) -> Traffic:
     tokens, own, cp, tp = split.tokens, split.tokens_of_cp_rank, split.cp, split.tp
-    gather = Leg(split.itemsize * split.tokens_between_layers * shape.width * (cp - 1), cp_messages=1)
+    gather = PassCost(split.itemsize * split.tokens_between_layers * shape.width * (cp - 1), cp_messages=1)
     rest = _way_out(shape, split) + _over_tp(shape, split, tokens)
     bottleneck = 2 * tokens * shape.width * shape.bottleneck  # on every rank
     more = bottleneck * (cp - 1) // cp
-    forward = gather + rest + Leg(flops=more)
-    backward = gather + rest + Leg(flops=2 * more)
+    forward = gather + rest + PassCost(flops=more)
+    backward = gather + rest + PassCost(flops=2 * more)
     if split.regather:  # and what is projected from it
         project = 2 * own * shape.width * (shape.exchanged // tp)
         over_tp = _gather_over_tp(shape, split, tokens)
-        backward += gather + over_tp + Leg(flops=project + bottleneck)
+        backward += gather + over_tp + PassCost(flops=project + bottleneck)
     gathered = split.itemsize * tokens * shape.width
     return Traffic(
         forward,
@@ -226,18 +226,18 @@ def _all_gather(shape: LayerShape, split: Split) -> Traffic:
     )
 
 
-def _state(shape: LayerShape, split: Split) -> Traffic:
+def _state(shape: LayerShape, split: ShardedBatch) -> Traffic:
     own, cp, tp = split.tokens_of_cp_rank, split.cp, split.tp
     heads, K, V = shape.value_heads // tp, shape.key_dim, shape.value_dim
     # Of two segments the first begins with nothing, and nothing follows the second: no transition is needed.
     transition = 0 if cp * split.segments == 2 else K
     states = split.segments * split.batch * heads  # of this rank
     halo_rows = split.segments * split.batch * (shape.kernel_size - 1)
-    halo = Leg()
+    halo = PassCost()
     if halo_rows:
-        halo = Leg(split.itemsize * halo_rows * (shape.channels // tp) * (cp - 1), cp_messages=1)
-    summary = Leg(FLOAT32 * states * K * (V + transition) * (cp - 1), cp_messages=1)
-    gradient = Leg(
+        halo = PassCost(split.itemsize * halo_rows * (shape.channels // tp) * (cp - 1), cp_messages=1)
+    summary = PassCost(FLOAT32 * states * K * (V + transition) * (cp - 1), cp_messages=1)
+    gradient = PassCost(
         FLOAT32 * states * K * (V + (transition if split.regather else 0)) * (cp - 1), cp_messages=1
     )
     # The rule once more, over the last fragment of each segment; one document, so over all tokens.
@@ -256,8 +256,8 @@ def _state(shape: LayerShape, split: Split) -> Traffic:
     gathered = FLOAT32 * cp * states * K * (V + transition)
     kept_transitions = (states if split.regather else inner) * K * transition
     return Traffic(
-        halo + summary + over_tp + Leg(flops=again[0] + inner * product),
-        halo + gradient + over_tp + Leg(flops=again[1] + (inner + states) * product),
+        halo + summary + over_tp + PassCost(flops=again[0] + inner * product),
+        halo + gradient + over_tp + PassCost(flops=again[1] + (inner + states) * product),
         transient=gathered + copies + outputs,
         kept=copies + rows + FLOAT32 * (states * K * V + kept_transitions),
         collected=gathered + split.itemsize * cp * halo_rows * (shape.channels // tp),
@@ -265,20 +265,20 @@ def _state(shape: LayerShape, split: Split) -> Traffic:
     )
 
 
-_OF: dict[ExchangeName, Callable[[LayerShape, Split], Traffic]] = {
+_OF: dict[ExchangeName, Callable[[LayerShape, ShardedBatch], Traffic]] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
     "state": _state,
 }
 
 
-def _way_out(shape: LayerShape, split: Split) -> Leg:
+def _way_out(shape: LayerShape, split: ShardedBatch) -> PassCost:
     """The rule's output from heads to tokens, one all-to-all."""
     elements = split.tokens_of_cp_rank * (shape.output // split.tp) * (split.cp - 1) // split.cp
-    return Leg(split.itemsize * elements, cp_messages=1)
+    return PassCost(split.itemsize * elements, cp_messages=1)
 
 
-def _over_tp(shape: LayerShape, split: Split, rows: int) -> Leg:
+def _over_tp(shape: LayerShape, split: ShardedBatch, rows: int) -> PassCost:
     """What hidden states need over TP, forward or backward.
 
     Args:
@@ -288,15 +288,15 @@ def _over_tp(shape: LayerShape, split: Split, rows: int) -> Leg:
             gradients backward are all-reduced, this CP rank's tokens.
     """
     if split.tp == 1:
-        return Leg()
+        return PassCost()
     own = split.itemsize * split.tokens_of_cp_rank * shape.width * (split.tp - 1) // split.tp
     if not split.sharded:
-        return Leg(tp_bytes=2 * own, tp_messages=1)
-    return _gather_over_tp(shape, split, rows) + Leg(tp_bytes=own, tp_messages=1)  # and reduce-scatter
+        return PassCost(tp_bytes=2 * own, tp_messages=1)
+    return _gather_over_tp(shape, split, rows) + PassCost(tp_bytes=own, tp_messages=1)  # and reduce-scatter
 
 
-def _gather_over_tp(shape: LayerShape, split: Split, rows: int) -> Leg:
+def _gather_over_tp(shape: LayerShape, split: ShardedBatch, rows: int) -> PassCost:
     """Hidden states of `rows` tokens from sequence-parallel shards; the other way, their gradients."""
     if not split.sharded:
-        return Leg()
-    return Leg(tp_bytes=split.itemsize * rows * shape.width * (split.tp - 1) // split.tp, tp_messages=1)
+        return PassCost()
+    return PassCost(tp_bytes=split.itemsize * rows * shape.width * (split.tp - 1) // split.tp, tp_messages=1)

@@ -5,9 +5,9 @@ import logging
 import sys
 from typing import Any, NoReturn
 
-from titan_gdn import cpu
 from titan_gdn.plan.options import parse
-from titan_gdn.train import silence_libraries
+from titan_gdn.runtime import cpu
+from titan_gdn.runtime.silence import silence_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     cpu.enable()  # before anything of TorchTitan is imported
     from torchtitan.tools.logging import logger
 
-    from titan_gdn.config import ConfigError, load_config
-    from titan_gdn.plan.figures import by_kind, make_plan, sweep
+    from titan_gdn.config.load import ConfigError, load_config
+    from titan_gdn.plan.plan import by_kind, make_plan, sweep
 
     logger.setLevel(logging.ERROR)  # it would comment on a run that is none
     key, values = options.sweep or ("", [])

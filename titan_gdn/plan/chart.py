@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from titan_gdn.parallel.traffic import EXCHANGES
-from titan_gdn.plan.figures import Exchanges, by_kind, crossovers
+from titan_gdn.plan.plan import Exchanges, by_kind, crossovers
 
 
 def draw(swept: dict[int, list[Exchanges] | str], key: str, path: str) -> None:

@@ -1,7 +1,7 @@
 """How much memory a rank needs.
 
 What lies in it for the whole run follows from the placements of the parameters and is exact; what the blocks
-keep and hold is watched (`titan_gdn.plan.watch`); the rest is estimated from shapes.
+keep and hold is watched (`titan_gdn.plan.block_memory`); the rest is estimated from shapes.
 """
 
 import re
@@ -18,11 +18,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, MemoryBudgetAC
 from torchtitan.distributed.parallel_dims import MeshAxisName, SpmdLayout
 
-from titan_gdn.given import ConfigError
+from titan_gdn.config.source import ConfigError
 from titan_gdn.models.hybrid.model import HybridModel
 from titan_gdn.models.hybrid.pipeline import Stage, microbatches_of, stages_of
-from titan_gdn.parallel.traffic import Split
-from titan_gdn.plan.watch import Block, watch
+from titan_gdn.parallel.traffic import ShardedBatch
+from titan_gdn.plan.block_memory import BlockMemory, block_memory
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -85,7 +85,7 @@ def estimate(
     model: HybridModel,
     config: "Trainer.Config",
     dims: ParallelDims,
-    split: Split,
+    split: ShardedBatch,
     exchanges: Mapping[str, Added],
 ) -> Memory:
     """What a rank needs, of a pipeline that which needs most.
@@ -238,7 +238,7 @@ def _decay_of(block: nn.Module) -> list[nn.Parameter]:
 
 
 def _beside_blocks(
-    pipeline: list[list[Stage]], rank: int, config: "Trainer.Config", split: Split, width: int
+    pipeline: list[list[Stage]], rank: int, config: "Trainer.Config", split: ShardedBatch, width: int
 ) -> int:
     """What a pipeline adds to what blocks keep: inputs and outputs of stages.
 
@@ -260,7 +260,7 @@ def _beside_blocks(
     return between + split.tokens_of_cp_rank * width * (2 * split.itemsize + 4) * lost
 
 
-def _loss(model: HybridModel, config: "Trainer.Config", split: Split) -> int:
+def _loss(model: HybridModel, config: "Trainer.Config", split: ShardedBatch) -> int:
     """Hidden states whole and in chunks, their gradient in float32, and the logits of one chunk.
 
     Of logits there are, in the backward of the cross entropy, the product, and in float32 the logarithm of
@@ -273,7 +273,7 @@ def _loss(model: HybridModel, config: "Trainer.Config", split: Split) -> int:
     return states * (2 * split.itemsize + 4) + logits * (split.itemsize + 4 * copies)
 
 
-def _blocks(model: HybridModel, config: "Trainer.Config", split: Split) -> dict[str, Block]:
+def _blocks(model: HybridModel, config: "Trainer.Config", split: ShardedBatch) -> dict[str, BlockMemory]:
     """What each block keeps and holds; those of a kind are watched once.
 
     A memory budget is taken between what full checkpointing keeps, 0, and none, 1.
@@ -290,7 +290,7 @@ def _blocks(model: HybridModel, config: "Trainer.Config", split: Split) -> dict[
             checkpointed = _as_it_is
         else:
             checkpointed = partial(_checkpointed, policy, names[0])
-        block = watch(model.get_submodule(names[0]), width, split, dtype, checkpointed)
+        block = block_memory(model.get_submodule(names[0]), width, split, dtype, checkpointed)
         if isinstance(policy, MemoryBudgetAC.Config):
             given = split.tokens_between_layers * width * split.itemsize
             block = replace(block, kept=given + int(policy.memory_budget * (block.kept - given)))

@@ -9,8 +9,8 @@ from rich.table import Table
 from titan_gdn.parallel.cost import by_reason
 from titan_gdn.parallel.exchange import ExchangeName
 from titan_gdn.parallel.traffic import EXCHANGES
-from titan_gdn.plan.figures import Exchanges, Plan, by_kind, crossovers
 from titan_gdn.plan.memory import ASSUMPTIONS
+from titan_gdn.plan.plan import Exchanges, Plan, by_kind, crossovers
 
 NOTES = (
     "MB that a rank sends in a layer, and ms that it takes: forward, forward again where the layer is "

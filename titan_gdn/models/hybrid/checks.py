@@ -12,8 +12,8 @@ from torchtitan.tools.utils import device_type
 from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.models.hybrid import quantize
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
-from titan_gdn.models.hybrid.choice import NAMES, choice_of, recomputes, split_of
 from titan_gdn.models.hybrid.config_registry import PATTERNS
+from titan_gdn.models.hybrid.exchange_choice import NAMES, choice_of, recomputes, split_of
 from titan_gdn.models.hybrid.pipeline import check_pipeline, stages_of
 from titan_gdn.ops.backends import why_not_fla
 from titan_gdn.parallel.traffic import impossible

@@ -11,7 +11,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from titan_gdn.assets import BYTE_TOKENIZER
-from titan_gdn.text_files import TextFilesDataLoader
+from titan_gdn.data.text_files import TextFilesDataLoader
 
 PATTERNS = (r"(A_log|dt_bias|norm\.weight)$", ".*")
 """Of the names of parameters: those without weight decay, the rest."""

@@ -18,7 +18,7 @@ from torchtitan.protocols.module import Module
 
 from titan_gdn.layers.linear_attention import Decay, LinearAttention
 from titan_gdn.models.hybrid import checks, quantize
-from titan_gdn.models.hybrid.choice import choose_exchanges
+from titan_gdn.models.hybrid.exchange_choice import choose_exchanges
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
 from titan_gdn.parallel.sequence import ContextParallel
-from titan_gdn.parallel.waiting import keep_gradients
+from titan_gdn.runtime.async_wait import keep_gradients
 
 if TYPE_CHECKING:
     from titan_gdn.models.hybrid.model import HybridModel
@@ -89,6 +89,8 @@ def split_context(model: "HybridModel", parallel_dims: ParallelDims, parallelism
     tp_mesh = parallel_dims.get_optional_mesh("tp") if parallelism.enable_sequence_parallel else None
     if cp_mesh is not None:
         order = parallelism.context_parallel_load_balancer or "contiguous"
-        model.context_parallel = ContextParallel(cp_mesh, order, judges=parallel_dims.get_mesh("loss"))
+        model.context_parallel = ContextParallel(
+            cp_mesh, order, agreement_mesh=parallel_dims.get_mesh("loss")
+        )
     for layer in model.layers.values():
         (layer.linear_attention or layer.attention).split_sequence(cp_mesh, tp_mesh)

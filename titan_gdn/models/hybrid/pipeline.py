@@ -2,7 +2,7 @@
 
 The stages are made by `torchtitan.distributed.pipeline_parallel.pipeline_llm`. Every stage is given the
 positions of each micro-batch and makes its own layout and decays of them (`HybridModel.forward`); ranks that
-judge an order together (`ContextParallel.judges`) are of one stage.
+judge an order together (`ContextParallel.agreement_mesh`) are of one stage.
 """
 
 from collections import Counter

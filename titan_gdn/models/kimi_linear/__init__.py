@@ -14,7 +14,7 @@ from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.latent_attention import LatentAttention
 from titan_gdn.layers.linear_attention import Decay
 from titan_gdn.layers.norms import GatedRMSNorm
-from titan_gdn.models.hybrid import Flavors, model_spec, parts
+from titan_gdn.models.hybrid import Flavors, builders, model_spec
 from titan_gdn.models.kimi_linear.model import KimiLinearModel
 from titan_gdn.models.kimi_linear.state_dict_adapter import KimiLinearStateDictAdapter
 
@@ -42,9 +42,9 @@ def kimi_linear(
     norm_eps: float = 1e-5,
     n_heads: int = 32,
     key_head_dim: int = 128,
-    shared_key_dim: int = 64,
+    qk_rope_head_dim: int = 64,
     value_head_dim: int = 128,
-    compressed_dim: int = 512,
+    kv_lora_rank: int = 512,
     n_linear_key_heads: int = 32,
     n_linear_value_heads: int = 32,
     linear_key_head_dim: int = 128,
@@ -72,9 +72,9 @@ def kimi_linear(
         norm_eps: epsilon of the norms, but for that of compressed keys and values, 1e-6.
         n_heads: heads of the latent attention.
         key_head_dim: width of a head's own part of its key.
-        shared_key_dim: width of the part that all heads share.
+        qk_rope_head_dim: width of the part that all heads share.
         value_head_dim: width of its value heads.
-        compressed_dim: width of what keys and values are read from.
+        kv_lora_rank: width of what keys and values are read from.
         n_linear_key_heads: key heads of Kimi Delta Attention, that is, head groups.
         n_linear_value_heads: its value heads; the published model has as many.
         linear_key_head_dim: width of its key heads.
@@ -105,14 +105,14 @@ def kimi_linear(
         return RMSNorm.Config(normalized_shape=width, eps=eps)
 
     def kimi_delta_attention() -> KimiDeltaAttention.Config:
-        return parts.linear_attention(
+        return builders.linear_attention(
             KimiDeltaAttention,
             given,
-            in_proj_b=parts.linear(dim, n_linear_value_heads),
-            f_a=parts.linear(dim, linear_gate_rank),
-            f_b=parts.linear(linear_gate_rank, n_linear_value_heads * linear_key_head_dim),
-            g_a=parts.linear(dim, linear_gate_rank),
-            g_b=parts.linear(linear_gate_rank, n_linear_value_heads * linear_value_head_dim),
+            in_proj_b=builders.linear(dim, n_linear_value_heads),
+            f_a=builders.linear(dim, linear_gate_rank),
+            f_b=builders.linear(linear_gate_rank, n_linear_value_heads * linear_key_head_dim),
+            g_a=builders.linear(dim, linear_gate_rank),
+            g_b=builders.linear(linear_gate_rank, n_linear_value_heads * linear_value_head_dim),
             decay=Decay.Config(
                 n_value_heads=n_linear_value_heads,
                 channels=linear_key_head_dim,
@@ -129,30 +129,30 @@ def kimi_linear(
     def latent_attention() -> LatentAttention.Config:
         return LatentAttention.Config(
             n_heads=n_heads,
-            compressed_dim=compressed_dim,
+            kv_lora_rank=kv_lora_rank,
             key_head_dim=key_head_dim,
-            shared_key_dim=shared_key_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
             value_head_dim=value_head_dim,
-            wq=parts.linear(dim, n_heads * (key_head_dim + shared_key_dim)),
-            wkv_a=parts.linear(dim, compressed_dim + shared_key_dim),
-            kv_norm=norm(compressed_dim, eps=1e-6),
-            wkv_b=parts.linear(compressed_dim, n_heads * (key_head_dim + value_head_dim)),
-            wo=parts.linear(n_heads * value_head_dim, dim),
+            wq=builders.linear(dim, n_heads * (key_head_dim + qk_rope_head_dim)),
+            wkv_a=builders.linear(dim, kv_lora_rank + qk_rope_head_dim),
+            kv_norm=norm(kv_lora_rank, eps=1e-6),
+            wkv_b=builders.linear(kv_lora_rank, n_heads * (key_head_dim + value_head_dim)),
+            wo=builders.linear(n_heads * value_head_dim, dim),
             inner_attention=inner_attention(device_type),
         )
 
     def mlp(i: int) -> FeedForward.Config | MoE.Config:
         if n_experts == 0 or i < n_dense_layers:
-            return parts.feed_forward(dim, hidden_dim)
-        return parts.moe(
+            return builders.feed_forward(dim, hidden_dim)
+        return builders.moe(
             given,
-            shared_experts=parts.feed_forward(dim, shared_expert_hidden_dim),
+            shared_experts=builders.feed_forward(dim, shared_expert_hidden_dim),
             score_func="sigmoid",
             route_norm=route_norm,
             route_scale=route_scale,
         )
 
-    return parts.decoder(
+    return builders.decoder(
         KimiLinearModel,
         given,
         layer_types=layer_types,
@@ -163,17 +163,17 @@ def kimi_linear(
     )
 
 
-def _check(given: parts.Arguments) -> None:
+def _check(given: builders.Arguments) -> None:
     """Refuse numbers that contradict each other."""
-    parts.check_numbers(
-        given, "key_head_dim", "shared_key_dim", "value_head_dim", "compressed_dim", "linear_gate_rank"
+    builders.check_numbers(
+        given, "key_head_dim", "qk_rope_head_dim", "value_head_dim", "kv_lora_rank", "linear_gate_rank"
     )
     if given["n_dense_layers"] < 0:
-        parts.refuse(given, "n_dense_layers", "at least 0")
+        builders.refuse(given, "n_dense_layers", "at least 0")
     if given["n_dense_layers"] > given["n_layers"]:
-        parts.refuse(given, "n_dense_layers", f"at most n_layers = {given['n_layers']}")
+        builders.refuse(given, "n_dense_layers", f"at most n_layers = {given['n_layers']}")
     if not given["route_scale"] > 0:
-        parts.refuse(given, "route_scale", "a positive number")
+        builders.refuse(given, "route_scale", "a positive number")
 
 
 _DEBUG = {
@@ -182,9 +182,9 @@ _DEBUG = {
     "n_layers": 4,
     "n_heads": 4,
     "key_head_dim": 32,
-    "shared_key_dim": 16,
+    "qk_rope_head_dim": 16,
     "value_head_dim": 32,
-    "compressed_dim": 64,
+    "kv_lora_rank": 64,
     "n_linear_key_heads": 4,
     "n_linear_value_heads": 4,
     "linear_key_head_dim": 32,

@@ -13,9 +13,9 @@ from titan_gdn.layers.document_attention import inner_attention
 from titan_gdn.layers.gated_attention import GatedAttention
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.linear_attention import Decay
-from titan_gdn.layers.norms import GatedRMSNorm, ZeroCentredRMSNorm
+from titan_gdn.layers.norms import GatedRMSNorm, OffsetRMSNorm
 from titan_gdn.layers.rotary import PartialRotary
-from titan_gdn.models.hybrid import Flavors, model_spec, parts
+from titan_gdn.models.hybrid import Flavors, builders, model_spec
 from titan_gdn.models.qwen3_next.model import Qwen3NextModel
 from titan_gdn.models.qwen3_next.state_dict_adapter import Qwen3NextStateDictAdapter
 
@@ -101,15 +101,15 @@ def qwen3_next(
             for i in range(n_layers)
         ]
 
-    def norm(width: int) -> ZeroCentredRMSNorm.Config:
-        return ZeroCentredRMSNorm.Config(dim=width, eps=norm_eps, param_init={"weight": nn.init.zeros_})
+    def norm(width: int) -> OffsetRMSNorm.Config:
+        return OffsetRMSNorm.Config(dim=width, eps=norm_eps, param_init={"weight": nn.init.zeros_})
 
     def gated_delta_net() -> GatedDeltaNet.Config:
-        return parts.linear_attention(
+        return builders.linear_attention(
             GatedDeltaNet,
             given,
-            in_proj_z=parts.linear(dim, n_linear_value_heads * linear_value_head_dim),
-            in_proj_ba=parts.linear(dim, 2 * n_linear_value_heads),
+            in_proj_z=builders.linear(dim, n_linear_value_heads * linear_value_head_dim),
+            in_proj_ba=builders.linear(dim, 2 * n_linear_value_heads),
             decay=Decay.Config(
                 n_value_heads=n_linear_value_heads,
                 param_init={"A_log": _decay_rate, "dt_bias": nn.init.ones_},
@@ -132,10 +132,10 @@ def qwen3_next(
                 rope_factor=yarn_factor,
                 original_seq_len=context_length,
             ),
-            wq=parts.linear(dim, 2 * n_heads * head_dim),
-            wk=parts.linear(dim, n_key_value_heads * head_dim),
-            wv=parts.linear(dim, n_key_value_heads * head_dim),
-            wo=parts.linear(n_heads * head_dim, dim),
+            wq=builders.linear(dim, 2 * n_heads * head_dim),
+            wk=builders.linear(dim, n_key_value_heads * head_dim),
+            wv=builders.linear(dim, n_key_value_heads * head_dim),
+            wo=builders.linear(n_heads * head_dim, dim),
             q_norm=norm(head_dim),
             k_norm=norm(head_dim),
             inner_attention=inner_attention(device_type),
@@ -144,18 +144,18 @@ def qwen3_next(
     def mlp(i: int) -> FeedForward.Config | MoE.Config:
         sparse = n_experts > 0 and (i + 1) % decoder_sparse_step == 0 and i not in (mlp_only_layers or [])
         if not sparse:
-            return parts.feed_forward(dim, hidden_dim)
-        shared = parts.feed_forward(dim, shared_expert_hidden_dim)
-        return parts.moe(
+            return builders.feed_forward(dim, hidden_dim)
+        shared = builders.feed_forward(dim, shared_expert_hidden_dim)
+        return builders.moe(
             given,
             shared_experts=SigmoidGatedFeedForward.Config(
-                w1=shared.w1, w2=shared.w2, w3=shared.w3, gate=parts.linear(dim, 1)
+                w1=shared.w1, w2=shared.w2, w3=shared.w3, gate=builders.linear(dim, 1)
             ),
             score_func="softmax",
             route_norm=norm_topk_prob,
         )
 
-    return parts.decoder(
+    return builders.decoder(
         Qwen3NextModel,
         given,
         layer_types=layer_types,
@@ -167,21 +167,21 @@ def qwen3_next(
     )
 
 
-def _check(given: parts.Arguments) -> None:
+def _check(given: builders.Arguments) -> None:
     """Refuse numbers that contradict each other."""
-    parts.check_numbers(given, "n_key_value_heads", "head_dim", "context_length", "decoder_sparse_step")
-    parts.check_divides(given, "n_key_value_heads", "n_heads")
+    builders.check_numbers(given, "n_key_value_heads", "head_dim", "context_length", "decoder_sparse_step")
+    builders.check_divides(given, "n_key_value_heads", "n_heads")
     if not 1 < given["rope_theta"] < math.inf:
-        parts.refuse(given, "rope_theta", "a number above 1")
+        builders.refuse(given, "rope_theta", "a number above 1")
     if not 1 <= given["yarn_factor"] < math.inf:
-        parts.refuse(given, "yarn_factor", "a number from 1 (no extension)")
+        builders.refuse(given, "yarn_factor", "a number from 1 (no extension)")
     turned = given["head_dim"] * given["partial_rotary_factor"]
     if not 2 <= turned <= given["head_dim"] or int(turned) % 2:
         expected = f"a share of head_dim = {given['head_dim']} that is an even number"
-        parts.refuse(given, "partial_rotary_factor", expected)
+        builders.refuse(given, "partial_rotary_factor", expected)
     for layer in given["mlp_only_layers"] or []:
         if not 0 <= layer < given["n_layers"]:
-            parts.refuse(given, "mlp_only_layers", f"layers from 0 to {given['n_layers'] - 1}")
+            builders.refuse(given, "mlp_only_layers", f"layers from 0 to {given['n_layers'] - 1}")
 
 
 _DEBUG = {

@@ -16,9 +16,9 @@ Shape suffixes as in `titan_gdn.ops.chunked_rule`.
 import torch
 from torch import Tensor
 
+from titan_gdn.ops.chunk_plan import CHUNK
 from titan_gdn.ops.chunked_operator import define
 from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, per_value_head
-from titan_gdn.ops.chunks import CHUNK
 
 STRONGEST = -1e4
 """The strongest log decay of a token that is told apart."""

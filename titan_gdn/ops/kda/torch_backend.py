@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titan_gdn.ops.chunk_plan import CHUNK
 from titan_gdn.ops.chunked_operator import define
 from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks
-from titan_gdn.ops.chunks import CHUNK
 
 
 class _Halves(NamedTuple):

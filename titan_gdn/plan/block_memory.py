@@ -22,11 +22,11 @@ from titan_gdn.models.hybrid.model import HybridBlock
 from titan_gdn.ops.gated_delta_rule.fla_backend import fla_rule_forward as fla_gated_delta_rule
 from titan_gdn.ops.kda.fla_backend import fla_rule_forward as fla_kda
 from titan_gdn.parallel.sequence import SequenceLayout
-from titan_gdn.parallel.traffic import Split
+from titan_gdn.parallel.traffic import ShardedBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockMemory:
     """Bytes of a block on a rank, without its parameters and what an exchange adds.
 
     Attributes:
@@ -39,13 +39,13 @@ class Block:
     peak: int
 
 
-def watch(
+def block_memory(
     block: HybridBlock,
     width: int,
-    split: Split,
+    split: ShardedBatch,
     dtype: torch.dtype,
     checkpointed: Callable[[nn.Module], nn.Module],
-) -> Block:
+) -> BlockMemory:
     """Run a block forward and backward.
 
     Args:
@@ -76,7 +76,7 @@ def watch(
             out = run(given * 1, None, positions, decay, sequence=SequenceLayout(offsets, offsets))
             kept = _alive(tracker) - before - out.nbytes
             out.backward(torch.ones_like(out))
-        return Block(kept, _alive(tracker, "peak") - before)
+        return BlockMemory(kept, _alive(tracker, "peak") - before)
 
 
 def _alive(tracker: MemTracker, when: str = "current") -> int:
@@ -114,7 +114,7 @@ def _fla_rule(
     return out, None
 
 
-def _stand_in_for_collectives(block: HybridBlock, split: Split) -> None:
+def _stand_in_for_collectives(block: HybridBlock, split: ShardedBatch) -> None:
     """Give the block's parts the sizes that they would gather, and take from them what they would scatter."""
     parts = [block.linear_attention, block.attention, block.feed_forward, block.moe]
     if block.moe is not None:

@@ -32,13 +32,13 @@ from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from titan_gdn import models
-from titan_gdn.checkpoints import check_checkpoint
-from titan_gdn.given import ConfigError, Given, converted, one_of, read
+from titan_gdn.config.checkpoint_checks import check_checkpoint
+from titan_gdn.config.source import ConfigError, SourcedValue, converted, one_of, read
+from titan_gdn.data.text_files import TextFilesDataLoader, list_files
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
 from titan_gdn.models.hybrid.pipeline import SCHEDULES, SPLIT_BACKWARD
 from titan_gdn.models.hybrid.quantize import PARTS
-from titan_gdn.text_files import TextFilesDataLoader, list_files
 
 __all__ = ["ConfigError", "LinearAttentionConfig", "check", "check_run", "load_config"]
 
@@ -93,7 +93,7 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
     for name, table in sections.items():
         if name not in (*_OURS, *SECTIONS, *_ALIASES):
             raise table.unknown([*_OURS, *SECTIONS])
-    job, *of_model = (sections.pop(name, Given({}, root.source, (name,))) for name in _OURS)
+    job, *of_model = (sections.pop(name, SourcedValue({}, root.source, (name,))) for name in _OURS)
 
     config = _defaults(*of_model)
     changes = _values(job.table, {"dump_folder": str, "description": str})
@@ -118,17 +118,17 @@ def defaults(name: str, flavor: str) -> Trainer.Config:
         ConfigError: there is no such model or flavour.
     """
     own = {"name": name, "flavor": flavor}
-    model = {key: Given(value, "", ("model", key)) for key, value in own.items()}
-    return _defaults(Given(model, "", ("model",)), Given({}, ""), Given({}, ""))
+    model = {key: SourcedValue(value, "", ("model", key)) for key, value in own.items()}
+    return _defaults(SourcedValue(model, "", ("model",)), SourcedValue({}, ""), SourcedValue({}, ""))
 
 
-def _defaults(model: Given, linear_attention: Given, quantize: Given) -> Trainer.Config:
+def _defaults(model: SourcedValue, linear_attention: SourcedValue, quantize: SourcedValue) -> Trainer.Config:
     """What the authors of the flavor chose, but for the overrides of its builder."""
     own = {key: given for key, given in model.table.items() if key != "overrides"}
     own = _values(own, {"name": str, "flavor": str, "hf_assets_path": str}, also=["overrides"])
     package = models.load(_required(model, "name", models.MODELS))
     flavor = _required(model, "flavor", package.flavors)
-    overrides = model.table.get("overrides", Given({}, model.source, ("model", "overrides")))
+    overrides = model.table.get("overrides", SourcedValue({}, model.source, ("model", "overrides")))
     registry = importlib.import_module(f"{package.__name__}.config_registry")
     config = _built(
         model,
@@ -141,7 +141,7 @@ def _defaults(model: Given, linear_attention: Given, quantize: Given) -> Trainer
     return replace(config, hf_assets_path=own.get("hf_assets_path", config.hf_assets_path))
 
 
-def _converters(quantize: Given) -> list[QuantizationConverter.Config]:
+def _converters(quantize: SourcedValue) -> list[QuantizationConverter.Config]:
     """One of each table of `[quantize]`."""
     converters = []
     for part, table in quantize.table.items():
@@ -155,14 +155,14 @@ def _converters(quantize: Given) -> list[QuantizationConverter.Config]:
     return converters
 
 
-def _required(table: Given, key: str, possible: Iterable[str]) -> str:
+def _required(table: SourcedValue, key: str, possible: Iterable[str]) -> str:
     if key not in table.table:
         raise table.error(f"{key} is missing. Possible: {', '.join(possible)}.")
     return converted(table.table[key], Literal[tuple(possible)])
 
 
 def _values(
-    table: dict[str, Given], annotations: dict[str, Any], also: Collection[str] = ()
+    table: dict[str, SourcedValue], annotations: dict[str, Any], also: Collection[str] = ()
 ) -> dict[str, Any]:
     """The values of `table`, converted. An error for another name lists the names `also` as well."""
     for name, given in table.items():
@@ -188,7 +188,7 @@ def fields_of(config: type) -> dict[str, Any]:
     }
 
 
-def _built(table: Given, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _built(table: SourcedValue, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`build(...)`, whose complaints (TorchTitan's own checks among them) name `table`."""
     try:
         return build(*args, **kwargs)
@@ -197,12 +197,12 @@ def _built(table: Given, build: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 @singledispatch
-def _configured(current: Any, table: Given) -> Any:
+def _configured(current: Any, table: SourcedValue) -> Any:
     """`current`, the dataclass of a section, with the changes of `table`."""
     return _replaced(current, table)
 
 
-def _replaced(current: Any, table: Given, handled: Collection[str] = (), **changes: Any) -> Any:
+def _replaced(current: Any, table: SourcedValue, handled: Collection[str] = (), **changes: Any) -> Any:
     """`current` with `changes` and the fields that `table` names but those `handled`, set all in one."""
     annotations = fields_of(type(current))
     for name, given in table.table.items():
@@ -220,7 +220,7 @@ def _replaced(current: Any, table: Given, handled: Collection[str] = (), **chang
 @_configured.register(NoneType)
 @_configured.register(ActivationCheckpointing.Config)
 def _activation_checkpoint(
-    current: ActivationCheckpointing.Config | None, table: Given
+    current: ActivationCheckpointing.Config | None, table: SourcedValue
 ) -> ActivationCheckpointing.Config | None:
     if mode := table.table.get("mode"):
         policy = POLICIES[converted(mode, Literal[tuple(POLICIES)])]
@@ -234,7 +234,7 @@ def _activation_checkpoint(
 
 
 @_configured.register
-def _dataloader(current: BaseDataLoader.Config, table: Given) -> BaseDataLoader.Config:
+def _dataloader(current: BaseDataLoader.Config, table: SourcedValue) -> BaseDataLoader.Config:
     if dataset := table.table.get("dataset"):
         ours = converted(dataset, Literal["text_files", *DATASETS]) == "text_files"
         loader = TextFilesDataLoader.Config if ours else HuggingFaceTextDataLoader.Config
@@ -245,13 +245,15 @@ def _dataloader(current: BaseDataLoader.Config, table: Given) -> BaseDataLoader.
 
 
 @_configured.register
-def _optimizer(current: OptimizersContainer.Config, table: Given) -> OptimizersContainer.Config:
+def _optimizer(current: OptimizersContainer.Config, table: SourcedValue) -> OptimizersContainer.Config:
     own = fields_of(type(current))
     shorthand = {name: given for name, given in table.table.items() if name not in own}
     if array := table.table.get("param_groups"):
         for given in shorthand.values():
             raise given.error("[[optimizer.param_groups]] replaces all groups: say this in each of them")
-        if not isinstance(array.value, list) or not all(isinstance(item, Given) for item in array.value):
+        if not isinstance(array.value, list) or not all(
+            isinstance(item, SourcedValue) for item in array.value
+        ):
             raise array.error("expected an array of tables in the file, [[optimizer.param_groups]]")
         groups = [_param_group(item) for item in array.value]
     else:
@@ -262,7 +264,7 @@ def _optimizer(current: OptimizersContainer.Config, table: Given) -> OptimizersC
 
 
 def _changed_groups(
-    groups: list[ParamGroupConfig], shorthand: dict[str, Given], also: Collection[str]
+    groups: list[ParamGroupConfig], shorthand: dict[str, SourcedValue], also: Collection[str]
 ) -> list[ParamGroupConfig]:
     """`groups` with the optimizer's name and arguments as `shorthand` has them.
 
@@ -290,7 +292,7 @@ def _changed_groups(
     ]
 
 
-def _param_group(table: Given) -> ParamGroupConfig:
+def _param_group(table: SourcedValue) -> ParamGroupConfig:
     """One of `[[optimizer.param_groups]]`, complete in itself."""
     given = table.table
     group = _values(given, fields_of(ParamGroupConfig) | {"optimizer_name": OPTIMIZER_NAME})

@@ -15,7 +15,7 @@ from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
 from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.parallel.cost import Choice, choose
 from titan_gdn.parallel.exchange import ExchangeName
-from titan_gdn.parallel.traffic import Split
+from titan_gdn.parallel.traffic import ShardedBatch
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -58,11 +58,11 @@ def choice_of(model: "HybridModel.Config", layer: LinearAttention.Config, config
     return choose(layer.shape(), split, layer.run.machine, recomputes(config), kept, saved_exchanges(config))
 
 
-def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Split:
+def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> ShardedBatch:
     """How a forward's batch lies on the ranks of a run, for the traffic model."""
     parallelism, training = config.parallelism, config.training
     pipeline = parallelism.pipeline_parallel_degree > 1
-    return Split(
+    return ShardedBatch(
         batch=parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size,
         length=training.seq_len,
         cp=parallelism.context_parallel_degree,

@@ -25,7 +25,7 @@ def enable() -> None:
         return
     from torchtitan.tools import utils
 
-    utils.device_type, utils.device_module = "cpu", _CPU("titan_gdn.cpu.device")
+    utils.device_type, utils.device_module = "cpu", _CPU("titan_gdn.runtime.cpu.device")
     utils.get_peak_flops = lambda device_name: measure_peak_flops()
     _patch_process_groups()
 

@@ -1,6 +1,6 @@
 """Values of a TOML file and a command line, each with the place where it was written, for the errors.
 
-What they mean is not known here: `titan_gdn.config` says which names and types there are.
+What they mean is not known here: `titan_gdn.config.load` says which names and types there are.
 """
 
 import io
@@ -16,7 +16,7 @@ import tomli
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from titan_gdn.torchtitan_0_2 import WHAT_BECAME_OF
+from titan_gdn.config.removed_keys import WHAT_BECAME_OF
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m titan_gdn.train --job.config_file FILE.toml [--section.key value ...]
@@ -37,12 +37,12 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class SourcedValue:
     """A value and the place where it was written.
 
     Attributes:
         value: What TOML made of it; on the command line a list of words, or a bool where there are none. A
-            table is a dict of `Given`, an array of tables a list of them.
+            table is a dict of `SourcedValue`, an array of tables a list of them.
         source: The file, or `COMMAND_LINE`.
         path: Names of its sections, then its own.
     """
@@ -52,7 +52,7 @@ class Given:
     path: tuple[str, ...] = ()
 
     @property
-    def table(self) -> dict[str, "Given"]:
+    def table(self) -> dict[str, "SourcedValue"]:
         """The value, which must be a table."""
         if not isinstance(self.value, dict):
             raise self.error(f"expected a table, [{'.'.join(self.path)}]")
@@ -64,7 +64,7 @@ class Given:
         if isinstance(self.value, dict):
             return {key: given.plain for key, given in self.value.items()}
         if isinstance(self.value, list):
-            return [item.plain if isinstance(item, Given) else item for item in self.value]
+            return [item.plain if isinstance(item, SourcedValue) else item for item in self.value]
         return self.value
 
     @property
@@ -106,7 +106,7 @@ def _nearest(given: str, possible: list[str]) -> str:
     return f' Did you mean "{close[0]}"?' if close else ""
 
 
-def read(argv: list[str]) -> Given:
+def read(argv: list[str]) -> SourcedValue:
     """The tables of the file that `argv` names, with the values of `argv` in their places.
 
     Raises:
@@ -116,7 +116,7 @@ def read(argv: list[str]) -> Given:
     options = _options(argv)
     words = options.pop(("job", "config_file"), True)
     if isinstance(words, bool) or len(words) > 1:
-        given = Given(words, COMMAND_LINE, ("job", "config_file"))
+        given = SourcedValue(words, COMMAND_LINE, ("job", "config_file"))
         raise given.error(f"expected one FILE.toml\n{USAGE}")
     file = words[0]
     try:
@@ -129,17 +129,17 @@ def read(argv: list[str]) -> Given:
     for path, value in options.items():
         table = root
         for depth, name in enumerate(path[:-1], start=1):
-            table = table.table.setdefault(name, Given({}, COMMAND_LINE, path[:depth]))
-        table.table[path[-1]] = Given(value, COMMAND_LINE, path)
+            table = table.table.setdefault(name, SourcedValue({}, COMMAND_LINE, path[:depth]))
+        table.table[path[-1]] = SourcedValue(value, COMMAND_LINE, path)
     return root
 
 
-def _tree(value: Any, source: str, path: tuple[str, ...] = ()) -> Given:
+def _tree(value: Any, source: str, path: tuple[str, ...] = ()) -> SourcedValue:
     if isinstance(value, dict):
         value = {key: _tree(below, source, (*path, key)) for key, below in value.items()}
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         value = [_tree(item, source, (*path, str(index))) for index, item in enumerate(value)]
-    return Given(value, source, path)
+    return SourcedValue(value, source, path)
 
 
 def _options(argv: list[str]) -> Options:
@@ -169,7 +169,7 @@ def _options(argv: list[str]) -> Options:
     return options
 
 
-def converted(given: Given, annotation: Any) -> Any:
+def converted(given: SourcedValue, annotation: Any) -> Any:
     """The value of `given` as `annotation` has it.
 
     Raises:

@@ -1,15 +1,29 @@
-"""What the operators mean, token by token, in float64. Independent of the code under test."""
+"""What the operators compute, token by token: the definitions that the fast operators are tested against.
 
-import math
+These functions share no code with the operators, and autograd differentiates them. The tests run them in
+float64.
+"""
 
 import torch
+from torch import Tensor
 
 
-def delta_rule(q, k, v, g, beta, scale=None, initial_state=None, l2norm=False, cu_seqlens=None):
-    """Decay, forget what `k` recalls, write, read, token by token.
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule: decay the state, write what `k` does not yet recall, read it with `q`.
 
-    `g` `[B, T, HV]`: Gated Delta Networks (arXiv 2412.06464), equation 10. `g` `[B, T, HV, K]`: Kimi Delta
-    Attention (arXiv 2510.26692), equation 1.
+    Gated Delta Networks (arXiv 2412.06464), equation 10, for `g` `[B, T, HV]`; Kimi Delta Attention
+    (arXiv 2510.26692), equation 1, for `g` `[B, T, HV, K]`. Arguments and results are those of
+    `titan_gdn.ops.chunk_gated_delta_rule`, with `l2norm` for `use_qk_l2norm_in_kernel`.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -36,8 +50,8 @@ def delta_rule(q, k, v, g, beta, scale=None, initial_state=None, l2norm=False, c
     return out, torch.stack(states)
 
 
-def causal_conv1d(x, weight, cu_seqlens=None):
-    """One token, one channel sum at a time."""
+def causal_conv1d(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The short convolution and `silu`, one token at a time, as `titan_gdn.ops.causal_conv1d`."""
     B, T, _ = x.shape
     C = weight.shape[1]
     starts = torch.zeros(T, dtype=torch.long)
@@ -51,8 +65,8 @@ def causal_conv1d(x, weight, cu_seqlens=None):
     return torch.stack(rows, 1)
 
 
-def document_attention(q, k, v, scale, cu_seqlens):
-    """Softmax over the whole folded sequence with a dense mask."""
+def document_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor) -> Tensor:
+    """Softmax attention over the folded sequence with a dense mask, as `titan_gdn.ops.document_attention`."""
     B, T, N, _ = q.shape
     q, k, v = (x.flatten(0, 1).transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(N // x.shape[0], 0) for x in (k, v))
@@ -60,9 +74,3 @@ def document_attention(q, k, v, scale, cu_seqlens):
     allowed = (document[:, None] == document) & torch.ones(B * T, B * T, dtype=torch.bool).tril()
     weights = (scale * q @ k.mT).masked_fill(~allowed, -torch.inf).softmax(-1)
     return (weights @ v).transpose(0, 1).unflatten(0, (B, T))
-
-
-def relative_error(a, b):
-    """Norm of the difference over the norm; infinite where it is no number, which compares as no error."""
-    error = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
-    return error if math.isfinite(error) else math.inf

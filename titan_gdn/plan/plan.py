@@ -11,15 +11,15 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
-from titan_gdn.config import POLICIES, ConfigError, check_run
+from titan_gdn.config.load import POLICIES, ConfigError, check_run
 from titan_gdn.layers.document_attention import inner_attention
 from titan_gdn.layers.linear_attention import LinearAttention
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
-from titan_gdn.models.hybrid.choice import NAMES, choice_of, recomputes, saved_exchanges, split_of
+from titan_gdn.models.hybrid.exchange_choice import NAMES, choice_of, recomputes, saved_exchanges, split_of
 from titan_gdn.models.hybrid.model import HybridModel
 from titan_gdn.parallel.cost import Choice, Cost, Machine, cost
 from titan_gdn.parallel.exchange import ExchangeName
-from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, Split, Traffic, impossible, traffic
+from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, ShardedBatch, Traffic, impossible, traffic
 from titan_gdn.plan.memory import Added, Memory, estimate
 from titan_gdn.plan.options import SWEPT
 
@@ -48,7 +48,7 @@ class Exchanges:
     kind: str
     layers: int
     named: str
-    split: Split
+    split: ShardedBatch
     machine: Machine
     recompute: bool
     choice: Choice
@@ -231,7 +231,7 @@ def _exchanges(
     )
 
 
-def _way_in(shape: LayerShape, split: Split) -> tuple[float, float]:
+def _way_in(shape: LayerShape, split: ShardedBatch) -> tuple[float, float]:
     def way_in(name: ExchangeName, shape: LayerShape) -> int:
         way_out = traffic("all_to_all", replace(shape, exchanged=0, bottleneck=0), split)
         return traffic(name, shape, split).forward.cp_bytes - way_out.forward.cp_bytes

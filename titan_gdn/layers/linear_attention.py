@@ -8,9 +8,9 @@ Shape suffixes: B batch, L tokens of this rank, T all tokens, D model width, G h
 rank's, W the rows of a group, N value heads, K and V head widths, C conv kernel, r width of a bottleneck.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from titan_gdn.layers.local_tensor import apply, local
 from titan_gdn.layers.norms import GatedRMSNorm
 from titan_gdn.ops import causal_conv1d
 from titan_gdn.ops.backends import Backend
-from titan_gdn.parallel.cost import Machine
-from titan_gdn.parallel.exchange import Exchange, NoExchange, make_exchange
+from titan_gdn.parallel.exchange.base import Exchange
+from titan_gdn.parallel.exchange.local import NoExchange
+from titan_gdn.parallel.exchange.registry import choices, make_exchange
+from titan_gdn.parallel.machine import Machine
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.parallel.traffic import LayerShape
 
@@ -36,17 +38,17 @@ class LinearAttentionConfig:
     """Backend of the convolution and the rule: FLA's Triton kernels, PyTorch, or "auto": FLA where it
     runs, PyTorch elsewhere."""
 
-    exchange: Literal["auto", "all_to_all", "all_gather", "state"] = "auto"
-    """What crosses between the ranks of context parallelism: "all_to_all" exchanges projected tokens for
-    heads, "all_gather" gathers hidden states, "state" hands the recurrent state on; "auto": what takes the
-    least time on `machine`, see the log."""
+    exchange: str = field(default="auto", metadata={"choices": choices})
+    """What the ranks of context parallelism exchange: "all_to_all" exchanges tokens for heads, "all_gather"
+    gathers hidden states, "state" passes the recurrent state on. "auto" takes the exchange that costs the
+    least time on `machine` and logs why."""
 
     regather: bool = False
-    """Without activation checkpointing, save memory by communicating again in the backward: with
-    "all_gather" hidden states are gathered again, with "state" the segments' transitions."""
+    """Save memory by communicating again in the backward: "all_gather" gathers hidden states again, "state"
+    the transitions of segments. Not needed with activation checkpointing."""
 
     machine: Machine = Machine()
-    """What "auto" chooses for."""
+    """The machine for which "auto" chooses."""
 
     lower_bound: float | None = None
     """Of Kimi Delta Attention's log decay, as GLM-5.3-Flash bounds it at -5; none: unbounded."""
@@ -210,15 +212,15 @@ class LinearAttention(Module):
         conv_GWC = local(self.conv.weight)
         groups = self.exchange.groups(conv_GWC.shape[0])
         heads = slice(groups.start * self.heads_a_group, groups.stop * self.heads_a_group)
-        y_BTgW, narrow_BTr, home_BLD = self.exchange.to_heads(
+        y_BTgW, low_rank_BTr, x_local_BLD = self.exchange.to_heads(
             x_BLD, self.project, self.bottleneck, conv_GWC.shape[0], sequence
         )
         biases = slice(heads.start * self.decay.channels, heads.stop * self.decay.channels)
         out_BTNV = self.mix(
-            y_BTgW, narrow_BTr, conv_GWC[groups], rate_N[heads], dt_bias_N[biases], heads, sequence
+            y_BTgW, low_rank_BTr, conv_GWC[groups], rate_N[heads], dt_bias_N[biases], heads, sequence
         )
         out_BLNV = self.exchange.to_tokens(out_BTNV, sequence)
-        gate_BLNV = self.output_gate(home_BLD).unflatten(-1, (-1, self.value_head_dim))
+        gate_BLNV = self.output_gate(x_local_BLD).unflatten(-1, (-1, self.value_head_dim))
         return apply(self.out_proj, apply(self.norm, out_BLNV, gate_BLNV, summed=True).flatten(2))
 
     def project(self, x_BLD: Tensor, groups: slice) -> Tensor:

@@ -13,10 +13,10 @@ from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.models.hybrid import quantize
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
 from titan_gdn.models.hybrid.config_registry import PATTERNS
-from titan_gdn.models.hybrid.exchange_choice import NAMES, choice_of, recomputes, split_of
+from titan_gdn.models.hybrid.exchange_choice import NAMES, batch_of, choice_of, recomputes
 from titan_gdn.models.hybrid.pipeline import check_pipeline, stages_of
 from titan_gdn.ops.backends import why_not_fla
-from titan_gdn.parallel.traffic import impossible
+from titan_gdn.parallel.exchange.registry import impossible
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -180,7 +180,7 @@ def _check_exchange(model: "HybridModel.Config", config: "Trainer.Config") -> No
         exchange = layer.run.exchange
         if exchange == "auto":
             choice_of(model, layer, config)
-        elif reason := impossible(exchange, layer.shape(), split_of(layer, config)):
+        elif reason := impossible(exchange, layer.shape(), batch_of(layer, config)):
             name = NAMES[type(layer)]
             raise ValueError(f'linear_attention.exchange = "{exchange}" of {name}: {reason}')
 

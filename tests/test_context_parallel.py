@@ -11,6 +11,7 @@ from tests.training import assert_same_numbers, dry_run, train, with_slow
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.qwen3_next import Qwen3NextArguments
+from titan_gdn.ops.rules import GATED_DELTA_RULE, KIMI_DELTA_RULE
 from titan_gdn.parallel.exchange.registry import EXCHANGES, traffic
 from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
 
@@ -70,8 +71,10 @@ SHAPE = {
     "kernel_size": 4,
 }
 SHAPES = {
-    "gated_delta_net": LayerShape(exchanged=4 * (16 + 24 + 4), per_channel=False, **SHAPE),
-    "kimi_delta_attention": LayerShape(exchanged=4 * (16 + 24 + 2), bottleneck=6, per_channel=True, **SHAPE),
+    "gated_delta_net": LayerShape(exchanged=4 * (16 + 24 + 4), rule=GATED_DELTA_RULE, **SHAPE),
+    "kimi_delta_attention": LayerShape(
+        exchanged=4 * (16 + 24 + 2), low_rank=6, rule=KIMI_DELTA_RULE, **SHAPE
+    ),
 }
 
 

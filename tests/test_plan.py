@@ -19,6 +19,7 @@ from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.models.kimi_linear import KimiLinearArguments
 from titan_gdn.models.qwen3_next import Qwen3NextArguments
+from titan_gdn.ops.rules import GATED_DELTA_RULE
 from titan_gdn.parallel.cost import choose
 from titan_gdn.parallel.exchange.registry import traffic
 from titan_gdn.parallel.machine import Machine
@@ -32,7 +33,7 @@ QWEN, KIMI = "train_configs/qwen3_next_1M.toml", "train_configs/kimi_linear_1M.t
 LARGE = "train_configs/qwen3_next_80B.toml"
 GDN = LayerShape(
     width=2048, exchanged=8256, output=4096, key_heads=16, value_heads=32, key_dim=128, value_dim=128,
-    channels=8192, kernel_size=4, per_channel=False,
+    channels=8192, kernel_size=4, rule=GATED_DELTA_RULE,
 )  # fmt: skip
 MILLION = ShardedBatch(1, 2**20, cp=2, tp=8, sequence_parallel=True, order="headtail", itemsize=2)
 

@@ -58,7 +58,7 @@ def list_files(path: str | None = None) -> list[str]:
     if not files:
         where = "the standard library's folder" if path is None else f"dataset_path = '{path}'"
         raise ValueError(
-            f"text_files: no text file at {where} (empty, binary and hidden files do not count). Possible: a "
+            f"no text file at {where} (empty, binary and hidden files do not count). Possible: a "
             "folder, a file, a glob such as 'data/**/*.txt', or no dataset_path for the standard library."
         )
     return _shuffled(files, seed=0)

@@ -141,7 +141,9 @@ def test_without_a_mode_the_flavors_policy_is_changed(load):
 
 def test_keys_of_another_mode_are_an_error(error):
     assert 'unknown key "debug"' in error('[activation_checkpoint]\nmode = "none"\ndebug = true')
-    assert 'needs mode = "memory_budget"' in error("[activation_checkpoint]\nmemory_budget = 0.5")
+    assert 'needs activation_checkpoint.mode = "memory_budget"' in error(
+        "[activation_checkpoint]\nmemory_budget = 0.5"
+    )
     text = '[activation_checkpoint]\nmode = "full"\nforce_recompute_mm_shapes_by_fqns = ["a"]'
     assert 'unknown key "force_recompute_mm_shapes_by_fqns"' in error(text)
 

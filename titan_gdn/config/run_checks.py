@@ -178,7 +178,7 @@ def _check_sizes(config: Trainer.Config, world_size: int) -> None:
     if parallelism.enable_sequence_parallel and training.seq_len % tp:
         raise ConfigError(
             f"training.seq_len = {training.seq_len}: expected a multiple of "
-            f"parallelism.tensor_parallel_degree = {tp}, over which sequence parallelism shards the sequence, "
+            f"parallelism.tensor_parallel_degree = {tp}, because sequence parallelism shards the sequence, "
             "or parallelism.enable_sequence_parallel = false"
         )
     dp = world_size // (tp * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree)

@@ -101,7 +101,7 @@ def nearest(given: str, possible: list[str]) -> str:
 
 
 def built(table: SourcedValue, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `build(*args, **kwargs)`, and let errors that it raises, as TorchTitan's checks do, name `table`."""
+    """Call `build(*args, **kwargs)`; an error that it raises becomes a ConfigError that names `table`."""
     try:
         return build(*args, **kwargs)
     except (ValueError, AssertionError, ArithmeticError, RuntimeError) as error:

@@ -36,8 +36,8 @@ def check_tokenizer(config: Trainer.Config) -> None:
     rows = getattr(config.model_spec.model, "vocab_size", tokens)
     if tokens > rows:
         raise ConfigError(
-            f"model.overrides.vocab_size = {rows}: expected at least {tokens}, the number of tokens of the "
-            f'tokenizer in model.hf_assets_path = "{folder}"'
+            f"model.overrides.vocab_size = {rows}: expected at least {tokens}, because the tokenizer in "
+            f'model.hf_assets_path = "{folder}" has {tokens} tokens'
         )
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
@@ -14,6 +13,7 @@ from torchtitan.distributed import activation_checkpoint
 import titan_gdn.ops.flops  # noqa: F401  (a memory budget is spent by what operators cost)
 from titan_gdn.parallel.collectives import group_name
 from titan_gdn.parallel.exchange import Exchange, NoExchange
+from titan_gdn.runtime import partitioner
 
 
 class SelectiveAC(activation_checkpoint.SelectiveAC):
@@ -49,19 +49,15 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
 
 
 class MemoryBudgetAC(activation_checkpoint.MemoryBudgetAC):
-    """TorchTitan's, where blocks communicate.
-
-    A compiled block takes process groups as arguments. Torch's partitioner wants the size of all of them, and
-    raises for an object that may hold tensors; these hold none.
-    """
+    """TorchTitan's policy, for blocks that take process groups as arguments."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(activation_checkpoint.MemoryBudgetAC.Config):
         pass
 
     def apply(self, model: nn.Module) -> None:
-        """As TorchTitan's."""
-        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
+        """Set the memory budget of all compiled blocks of the model."""
+        partitioner.ignore_process_groups()
         super().apply(model)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,17 +33,18 @@ class FakeModel:
         pass
 
 
-def tiny(
-    *,
-    n_layers: int = 2,
-    rope_factor: float | None = None,
-    widths: tuple[int, ...] = (64,),
-    layer_types: list[str] | None = None,
-    tied: bool = False,
-    rope_scaling: dict[str, Any] | None = None,
-):
-    if n_layers < 1:
-        raise ValueError(f"n_layers = {n_layers}: a model has layers")
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    n_layers: int = 2
+    rope_factor: float | None = None
+    widths: tuple[int, ...] = (64,)
+    layer_types: list[str] | None = None
+    tied: bool = False
+    rope_scaling: dict[str, Any] | None = None
+
+    def __post_init__(self):
+        if self.n_layers < 1:
+            raise ValueError(f"n_layers = {self.n_layers}: a model has layers")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def fake_model(monkeypatch, tmp_path):
     (tmp_path / "data" / "a.txt").write_text("words")
 
     def trainer_config(flavor: str, *, linear_attention, converters, **overrides) -> Trainer.Config:
-        tiny(**overrides)
+        Arguments(**overrides)
         adamw = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
         return Trainer.Config(
             model_spec=ModelSpec("fake", flavor, FakeModel(linear_attention, overrides), *[None] * 4),
@@ -79,11 +80,12 @@ def fake_model(monkeypatch, tmp_path):
         )
 
     package, registry = ModuleType("fake_package"), ModuleType("fake_package.config_registry")
-    package.flavors = {"tiny": tiny, "large": tiny}
+    flavor = SimpleNamespace(arguments=Arguments())
+    package.flavors = {"tiny": flavor, "large": flavor}
     registry.trainer_config = trainer_config
     monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setattr(models, "MODELS", ("fake", "faker_still"))
+    monkeypatch.setattr(models, "MODELS", {"fake": "fake_package", "faker_still": "none"})
     monkeypatch.setattr(models, "load", {"fake": package}.__getitem__)
 
 

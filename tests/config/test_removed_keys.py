@@ -1,7 +1,5 @@
 """Keys of TorchTitan 0.2, and of ours, that are gone: the message says what became of them."""
 
-import pytest
-
 from tests.config.cases import MODEL, named
 from titan_gdn.config.load import OWN_SECTIONS
 from titan_gdn.config.removed_keys import WHAT_BECAME_OF
@@ -71,7 +69,6 @@ def test_a_key_that_this_project_renamed_says_its_new_name(error, text, news):
     assert news in error(text)
 
 
-@pytest.mark.xfail(reason="the field still is in LinearAttentionConfig", strict=True)
 def test_the_lower_bound_is_an_override_of_the_model(error):
     message = error("[linear_attention]\nlower_bound = -5")
     assert "linear_attention.lower_bound = -5: it is model.overrides.lower_bound now" in message

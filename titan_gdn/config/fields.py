@@ -2,11 +2,9 @@
 
 import ast
 import inspect
-import re
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_type_hints
 
@@ -80,17 +78,6 @@ def keys_of(section: Any) -> list[Key]:
         Key(name, annotation, value, docs.get(name, ""))
         for name, annotation in fields_of(type(section)).items()
         if not is_dataclass(value := getattr(section, name))
-    ]
-
-
-def override_keys(flavor: Callable[..., Any]) -> list[Key]:
-    """The keys of `[model.overrides]`: the arguments of a flavor's builder, documented in its docstring."""
-    function, given = (flavor.func, flavor.keywords) if isinstance(flavor, partial) else (flavor, {})
-    doc = inspect.getdoc(function) or ""
-    docs = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", doc, re.MULTILINE))
-    return [
-        Key(name, p.annotation, given.get(name, p.default), " ".join(docs.get(name, "").split()))
-        for name, p in inspect.signature(function, eval_str=True).parameters.items()
     ]
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from torchtitan.trainer import Trainer
 
 from titan_gdn import models
-from titan_gdn.config.fields import override_keys, values
+from titan_gdn.config.fields import fields_of, values
 from titan_gdn.config.run_checks import check, check_run
 from titan_gdn.config.sections import ALIASES, SECTIONS, configured, converters, required
 from titan_gdn.config.source import ConfigError, SourcedValue, built, read
@@ -89,7 +89,6 @@ def _defaults(model: SourcedValue, linear_attention: SourcedValue, quantize: Sou
     package = models.load(required(model, "name", models.MODELS))
     flavor = required(model, "flavor", package.flavors)
     overrides = model.table.get("overrides", SourcedValue({}, model.source, ("model", "overrides")))
-    annotations = {key.name: key.annotation for key in override_keys(package.flavors[flavor])}
     registry = importlib.import_module(f"{package.__name__}.config_registry")
     config = built(
         model,
@@ -97,6 +96,6 @@ def _defaults(model: SourcedValue, linear_attention: SourcedValue, quantize: Sou
         flavor,
         linear_attention=configured(LinearAttentionConfig(), linear_attention),
         converters=converters(quantize),
-        **values(overrides.table, annotations),
+        **values(overrides.table, fields_of(type(package.flavors[flavor].arguments))),
     )
     return replace(config, hf_assets_path=own.get("hf_assets_path", config.hf_assets_path))

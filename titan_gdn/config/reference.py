@@ -10,10 +10,11 @@ from dataclasses import is_dataclass
 from typing import Any, Literal
 
 from titan_gdn import models
-from titan_gdn.config.fields import Key, OptimizerName, fields_of, keys_of, override_keys
+from titan_gdn.config.fields import Key, OptimizerName, fields_of, keys_of
 from titan_gdn.config.optimizer import optimizer_kwargs
 from titan_gdn.config.sections import POLICIES, SECTIONS
 from titan_gdn.config.types import described
+from titan_gdn.models.hybrid.block import linear_layers
 from titan_gdn.models.hybrid.quantize import PARTS
 
 WIDTH = 110
@@ -35,8 +36,8 @@ def lines(config: Any, model: str, flavor: str) -> Iterator[str]:
         Key("hf_assets_path", str, config.hf_assets_path, "Folder of the tokenizer and of initial weights."),
     ]
     yield from _table("model", keys)
-    yield from _table("model.overrides", override_keys(package.flavors[flavor]))
-    yield from _dataclass("linear_attention", config.model_spec.model.linear_layers()[0].run)
+    yield from _table("model.overrides", keys_of(package.flavors[flavor].arguments))
+    yield from _dataclass("linear_attention", linear_layers(config.model_spec.model.layers)[0].run)
     yield from _quantize()
     for name in SECTIONS:
         section = getattr(config, name)

@@ -227,8 +227,8 @@ class TextFiles(IterableDataset, Stateful):
         if state_dict["names"] != self._names:
             raise ValueError(
                 f"text_files: the checkpoint was saved with other files than the {len(self._files)} found "
-                "now, so its position does not apply. Use the dataset_path and files of that run, or start with "
-                'the first file: checkpoint.exclude_from_loading = ["dataloader"].'
+                "now, so its position does not apply. Use the dataset_path and files of that run, or start "
+                'with the first file: checkpoint.exclude_from_loading = ["dataloader"].'
             )
         self._epoch, self._file, self._token = (state_dict[key] for key in ("epoch", "file", "token"))
 

@@ -49,13 +49,13 @@ def find_layer(name: str) -> type[LinearAttention]:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"--layer {name}: {error}. Expected a module of titan_gdn.layers, such as gated_delta_net, or the "
-            "dotted name of another module"
+            f"--layer {name}: {error}. Expected a module of titan_gdn.layers, such as gated_delta_net, or "
+            "the dotted name of another module"
         ) from error
     layers = [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, LinearAttention) and value.__module__ == path
+        if isinstance(value, type) and value.__module__ == path and issubclass(value, LinearAttention)
     ]
     if len(layers) != 1 or not hasattr(layers[0], "rule"):
         raise ValueError(f"--layer {name}: expected one linear attention layer in {path}, not {len(layers)}")

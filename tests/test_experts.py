@@ -95,7 +95,7 @@ def load_and_save(argv):
 
 
 REFUSED = {
-    f"{EP} 3": "expected a divisor of 8, the ranks that share the experts",
+    f"{EP} 3": "expected a divisor of 8, the number of ranks that share the experts",
     f"{EP} 8 --parallelism.data_parallel_replicate_degree 2": "expected a divisor of 4",
     f"{EP} 8 --model.overrides.n_experts 12": "the 12 experts; possible are 1, 2, 3, 4, 6, 12",
     f"{EP} 2 --model.overrides.n_experts 0": "no experts, set it to 1",

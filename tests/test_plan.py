@@ -139,7 +139,7 @@ def test_a_sweep_marks_what_is_impossible_and_where_the_choice_changes(printed):
     assert "Between cp 2 and 4 auto changes from all_gather to all_to_all." in told
     assert "Between cp 8 and 16 auto changes from all_to_all to state." in told
     assert told.count("auto changes") == 2
-    assert "cp 3 is impossible: " in told and "does not make WORLD_SIZE 64" in told
+    assert "cp 3 is impossible: " in told and "expected a product of WORLD_SIZE = 64" in told
 
     told = printed("--sweep", "cp=2,4")  # of 2 key heads a TP rank
     assert "cp 4: all_to_all and all_gather are impossible because the 16 key heads are not divisible" in told
@@ -201,7 +201,7 @@ def test_what_this_machine_lacks_is_no_matter(printed):
         (["--job.config_file", QWEN, "--world-size", "many"], "--world-size many: expected"),
         (["--job.config_file", QWEN, "--world-size"], "--world-size"),
         (["--job.config_file", QWEN, "--world-size", "48", "--training.stepps", "1"], 'Did you mean "steps"'),
-        (["--job.config_file", QWEN, "--world-size", "60"], "does not make WORLD_SIZE 60"),
+        (["--job.config_file", QWEN, "--world-size", "60"], "expected a product of WORLD_SIZE = 60"),
         (["--job.config_file", "nowhere.toml", "--world-size", "64"], "No such file"),
     ],
 )
@@ -235,7 +235,7 @@ def test_sweeps_and_plots_are_refused_before_anything_is_read(refused, option, w
         ("--parallelism.context_parallel_degree 1 --sweep seq_len=8192 --plot cp.png", "--plot: without"),
         ("--linear_attention.machine.memory 1 --parallelism.context_parallel_degree 1", None),
         ("--activation_checkpoint.mode selective "
-         "--activation_checkpoint.force_recompute_mm_shapes_by_fqns moe", "activation_checkpoint: force_"),
+         "--activation_checkpoint.force_recompute_mm_shapes_by_fqns moe", "[activation_checkpoint]: force_"),
     ],
 )  # fmt: skip
 def test_degrees_sizes_and_the_model_are_checked(printed, refused, argv, words):

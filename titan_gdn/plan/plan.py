@@ -11,7 +11,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
-from titan_gdn.config.load import POLICIES, ConfigError, check_run
+from titan_gdn.config.run_checks import check_run
+from titan_gdn.config.sections import POLICIES
+from titan_gdn.config.source import ConfigError
 from titan_gdn.layers.document_attention import inner_attention
 from titan_gdn.layers.linear_attention import LinearAttention
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.compare import RULES, rule_inputs
+from tests.draw import in_sets
 from titan_gdn.bench import layer
 from titan_gdn.bench.options import LayerOptions, RuleOptions
 from titan_gdn.bench.rule import _contenders, _inputs, peak_memory, run
@@ -20,7 +21,7 @@ def peaks(name, lengths, **options):
     return [peak_memory(_contenders(options)[name], _inputs(options, tokens)) for tokens in lengths]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", in_sets(RULES, fast=["chunk_kda"]))
 def test_memory_of_the_rule_is_linear_in_the_sequence_and_a_third_of_transformers(rule):
     lengths = (4096, 8192, 16384) if rule == "chunk_gated_delta_rule" else (1024, 2048, 4096)
     shape = {"rule": rule, "key_heads": 8, "value_heads": 8, "key_dim": 32, "value_dim": 32}

@@ -10,7 +10,7 @@ from tests import hf, layer_cases, outside_trainer, ranks
 from tests.training import assert_same_numbers, dry_run, train, with_slow
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config.load import ConfigError, load_config
-from titan_gdn.models.qwen3_next import qwen3_next
+from titan_gdn.models.qwen3_next import Qwen3NextArguments
 from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, ShardedBatch, traffic
 
 
@@ -184,7 +184,7 @@ def test_offsets_go_to_the_host_once_a_forward(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(x.shape) or original(x))
     for layers in (2, 6):
         _, overrides = hf.model(num_hidden_layers=layers, num_experts=0)
-        model = qwen3_next(**overrides).build()
+        model = Qwen3NextArguments(**overrides).config().build()
         model.init_states()
         transfers.clear()
         Reads.scalars = 0
@@ -223,12 +223,11 @@ def test_lengths_that_do_not_divide_are_refused_with_what_divides_them():
 
 def test_flex_attention_wants_whole_blocks(monkeypatch):
     from titan_gdn.layers.gated_attention import DocumentFlexAttention
-    from titan_gdn.models import qwen3_next as package
+    from titan_gdn.models.qwen3_next import model
 
-    monkeypatch.setattr(package, "device_type", "cuda")
-    assert isinstance(
-        package.flavors["debug"]().first_attention.inner_attention, DocumentFlexAttention.Config
-    )
+    monkeypatch.setattr(model, "device_type", "cuda")
+    config = model.Qwen3NextArguments().config()
+    assert isinstance(config.first_attention.inner_attention, DocumentFlexAttention.Config)
     assert "128 * context_parallel_degree = 256" in refused(
         CP, "2", "--training.seq_len", "640", world_size=2
     )

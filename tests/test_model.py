@@ -14,8 +14,8 @@ from torchtitan.components.optimizer import OptimizersContainer
 from tests import hf, ranks
 from tests.training import train, train_until
 from titan_gdn.config.load import ConfigError, load_config
-from titan_gdn.models.kimi_linear import kimi_linear
-from titan_gdn.models.qwen3_next import qwen3_next
+from titan_gdn.models.kimi_linear import KimiLinearArguments
+from titan_gdn.models.qwen3_next import Qwen3NextArguments
 from titan_gdn.parallel.sequence import SequenceLayout
 
 DOCUMENTS = [0, 40, 41, 43, 46, 110, 180, 256]
@@ -26,7 +26,7 @@ def positions_of(cu_seqlens, batch):
     return row.expand(batch, -1).contiguous()
 
 
-BUILDERS = {"qwen3_next": qwen3_next, "kimi_linear": kimi_linear}
+BUILDERS = {"qwen3_next": Qwen3NextArguments, "kimi_linear": KimiLinearArguments}
 every_family = pytest.mark.parametrize("family", BUILDERS)
 
 
@@ -36,7 +36,7 @@ def test_a_document_does_not_depend_on_its_neighbours(family, experts, tolerance
     """Outputs and gradients of the embeddings, after every token of one document is changed."""
     torch.manual_seed(0)
     _, overrides = hf.model(family, **({} if experts else hf.without_experts(family)))
-    model = BUILDERS[family](**overrides).build()
+    model = BUILDERS[family](**overrides).config().build()
     model.init_states()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,7 +64,7 @@ def test_a_document_does_not_depend_on_its_neighbours(family, experts, tolerance
 
 def test_without_positions_every_row_is_a_document():
     _, overrides = hf.model(num_experts=0)
-    model = qwen3_next(**overrides).build()
+    model = Qwen3NextArguments(**overrides).config().build()
     model.init_states()
     tokens = torch.randint(0, 264, (2, 50))
     torch.testing.assert_close(model(tokens), torch.cat([model(row[None]) for row in tokens]))
@@ -72,7 +72,7 @@ def test_without_positions_every_row_is_a_document():
 
 def test_all_layers_turn_by_one_table():
     _, overrides = hf.model(num_experts=0, layer_types=["full_attention"] * 4)
-    model = qwen3_next(**overrides).build()
+    model = Qwen3NextArguments(**overrides).config().build()
     tables = [layer.attention.rope.cache for layer in model.layers.values()]
     model.init_states()
     shared = [layer.attention.rope.cache for layer in model.layers.values()]
@@ -355,7 +355,7 @@ NONSENSE = {
     "expert_hidden_dim=3": "multiple of 8",
     "partial_rotary_factor=0.1": "even number",
     "partial_rotary_factor=2.0": "even number",
-    "yarn_factor=0.5": "from 1",
+    "yarn_factor=0.5": "at least 1",
     "norm_eps=-1": "between 0 and 1",
     "rope_theta=0": "above 1",
     "load_balance_coeff=-1": "positive",

@@ -17,8 +17,8 @@ from titan_gdn.bench.rule import _peak_of_allocations
 from titan_gdn.config.load import load_config
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.pipeline import stages_of
-from titan_gdn.models.kimi_linear import kimi_linear
-from titan_gdn.models.qwen3_next import qwen3_next
+from titan_gdn.models.kimi_linear import KimiLinearArguments
+from titan_gdn.models.qwen3_next import Qwen3NextArguments
 from titan_gdn.parallel.cost import Machine, choose
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.parallel.traffic import LayerShape, ShardedBatch, traffic
@@ -305,11 +305,15 @@ def shards(argv, world_size):
 
 
 BLOCKS = {
-    "gated delta net": (qwen3_next, {"n_experts": 0}, "linear_attention"),
-    "gated attention": (qwen3_next, {"n_experts": 0}, "full_attention"),
-    "gated delta net, experts": (qwen3_next, {"n_experts": 8, "n_experts_per_token": 2}, "linear_attention"),
-    "kimi delta attention": (kimi_linear, {"n_experts": 0}, "linear_attention"),
-    "latent attention": (kimi_linear, {"n_experts": 0}, "full_attention"),
+    "gated delta net": (Qwen3NextArguments, {"n_experts": 0}, "linear_attention"),
+    "gated attention": (Qwen3NextArguments, {"n_experts": 0}, "full_attention"),
+    "gated delta net, experts": (
+        Qwen3NextArguments,
+        {"n_experts": 8, "n_experts_per_token": 2},
+        "linear_attention",
+    ),
+    "kimi delta attention": (KimiLinearArguments, {"n_experts": 0}, "linear_attention"),
+    "latent attention": (KimiLinearArguments, {"n_experts": 0}, "full_attention"),
 }
 POLICIES = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
@@ -321,7 +325,7 @@ def test_what_a_block_keeps_and_holds_is_what_the_allocator_says(name, policy):
     widths = {"dim": 128, "n_heads": 4, "n_linear_key_heads": 4, "n_linear_value_heads": 4}
     widths |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "hidden_dim": 384}
     widths |= {"expert_hidden_dim": 96, "shared_expert_hidden_dim": 96}
-    config = build(n_layers=1, layer_types=[kind], **widths, **options).layers[0]
+    config = build(n_layers=1, layer_types=[kind], **widths, **options).config().layers[0]
     if config.linear_attention is not None:
         config.linear_attention.run = LinearAttentionConfig(kernel="torch")
 

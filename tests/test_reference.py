@@ -30,7 +30,7 @@ def test_every_key_has_its_meaning_and_every_converter_is_there(capsys):
         for name in converters:
             assert f'# [quantize.{part}]\n# name = "{name}"' in told
     assert "# Sequence length (int)\nseq_len = 256\n" in told
-    assert "# epsilon of the norms" in told and '# mode = "memory_budget"' in told
+    assert "# Epsilon of all norms" in told and '# mode = "memory_budget"' in told
 
 
 @pytest.mark.parametrize("argv", [[], ["qwen3_next"], ["qwen3_next", "7B"], ["mamba", "debug"]])

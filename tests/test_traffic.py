@@ -15,9 +15,10 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
+from titan_gdn.models.hybrid.block import linear_layers
 from titan_gdn.models.hybrid.exchange_choice import recomputes, saved_exchanges
-from titan_gdn.models.kimi_linear import kimi_linear
-from titan_gdn.models.qwen3_next import qwen3_next
+from titan_gdn.models.kimi_linear import KimiLinearArguments
+from titan_gdn.models.qwen3_next import Qwen3NextArguments
 from titan_gdn.ops import chunk_gated_delta_rule, chunk_kda
 from titan_gdn.parallel.cost import LINKS, Choice, Cost, Link, Machine, choose, cost
 from titan_gdn.parallel.traffic import (
@@ -65,8 +66,8 @@ def split(cp, tp=1, length=MILLION, order="headtail", **others) -> ShardedBatch:
 
 
 def test_models_have_the_published_shapes():
-    assert qwen3_next().linear_layers()[0].shape() == QWEN3_NEXT
-    assert kimi_linear().linear_layers()[0].shape() == KIMI_LINEAR
+    assert linear_layers(Qwen3NextArguments().config().layers)[0].shape() == QWEN3_NEXT
+    assert linear_layers(KimiLinearArguments().config().layers)[0].shape() == KIMI_LINEAR
     assert QWEN3_NEXT.exchanged + QWEN3_NEXT.output == 12352
 
 
@@ -533,7 +534,7 @@ def chosen(config, caplog) -> tuple[str, list[str]]:
     caplog.clear()
     with caplog.at_level(logging.INFO):
         config.model_spec.model.update_from_config(config=config)
-    (name,) = {layer.run.exchange for layer in config.model_spec.model.linear_layers()}
+    (name,) = {layer.run.exchange for layer in linear_layers(config.model_spec.model.layers)}
     return name, [record.getMessage() for record in caplog.records if "Exchange of" in record.getMessage()]
 
 
@@ -549,11 +550,13 @@ def heard():
 
 def test_the_machine_is_configured(tmp_path):
     run = load(f"{MACHINE}.across", "tcp", f"{MACHINE}.inside_bandwidth", "300").model_spec.model
-    machine = run.linear_layers()[0].run.machine
+    machine = linear_layers(run.layers)[0].run.machine
     assert machine == Machine(across="tcp", inside_bandwidth=300)
     file = tmp_path / "run.toml"
     file.write_text(open(TOML).read() + '\n[linear_attention.machine]\ninside = "efa"\nmemory = 141\n')
-    machine = load_config(["--job.config_file", str(file)], 1).model_spec.model.linear_layers()[0].run.machine
+    machine = linear_layers(load_config(["--job.config_file", str(file)], 1).model_spec.model.layers)[
+        0
+    ].run.machine
     assert machine == Machine(inside="efa", memory=141)
     said = refused(f"{MACHINE}.gpus_per_node", "0")
     assert "[linear_attention.machine]" in said and "gpus_per_node = 0: expected a positive number" in said

@@ -32,6 +32,7 @@ from titan_gdn.config.load import (  # noqa: E402
     optimizer_kwargs,
 )
 from titan_gdn.config.source import described  # noqa: E402
+from titan_gdn.models.hybrid.block import linear_layers  # noqa: E402
 from titan_gdn.models.hybrid.quantize import PARTS  # noqa: E402
 
 USAGE = "usage: python -m titan_gdn.reference MODEL FLAVOR, such as qwen3_next debug"
@@ -86,8 +87,8 @@ def lines(config: Any, model: str, flavor: str) -> Iterator[str]:
             ),
         ],
     )
-    yield from _table("model.overrides", _arguments(package.flavors[flavor]))
-    yield from _dataclass("linear_attention", config.model_spec.model.linear_layers()[0].run)
+    yield from _table("model.overrides", _keys(package.flavors[flavor].arguments))
+    yield from _dataclass("linear_attention", linear_layers(config.model_spec.model.layers)[0].run)
     yield from _quantize()
     for name in SECTIONS:
         section = getattr(config, name)

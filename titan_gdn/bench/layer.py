@@ -26,15 +26,14 @@ from torchtitan.tools.utils import device_module, device_type
 
 from titan_gdn.bench.options import LayerOptions
 from titan_gdn.bench.recorder import BytesSent
-from titan_gdn.layers.linear_attention import LinearAttention, LinearAttentionConfig
-from titan_gdn.models.hybrid.sharding import set_linear_attention
-from titan_gdn.models.kimi_linear import kimi_linear
-from titan_gdn.models.qwen3_next import qwen3_next
+from titan_gdn.layers.gated_delta_net import GatedDeltaNet
+from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
+from titan_gdn.layers.linear_attention import LinearAttention, LinearAttentionConfig, Widths
 from titan_gdn.parallel.exchange import Exchange, ExchangeName
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout, shard_order
 from titan_gdn.parallel.traffic import LayerShape, ShardedBatch, traffic
 
-MODELS = {"gated_delta_net": qwen3_next, "kimi_delta_attention": kimi_linear}
+LAYERS = {"gated_delta_net": GatedDeltaNet, "kimi_delta_attention": KimiDeltaAttention}
 
 
 def build(
@@ -44,22 +43,19 @@ def build(
     weights: dict[str, torch.Tensor] | None = None,
 ) -> tuple[LinearAttention, LayerShape]:
     """The layer and its shape, split over the mesh of `parallel_dims` (backend "partial_dtensor")."""
-    own = {"linear_gate_rank": options.gate_rank} if options.layer == "kimi_delta_attention" else {}
-    model = MODELS[options.layer](
-        dim=options.dim,
-        n_layers=1,
-        layer_types=["linear_attention"],
-        n_experts=0,
-        n_linear_key_heads=options.key_heads,
-        n_linear_value_heads=options.value_heads,
-        linear_key_head_dim=options.key_dim,
-        linear_value_head_dim=options.value_dim,
-        **own,
+    config = LAYERS[options.layer].configure(
+        Widths(
+            dim=options.dim,
+            key_heads=options.key_heads,
+            value_heads=options.value_heads,
+            key_dim=options.key_dim,
+            value_dim=options.value_dim,
+            gate_rank=options.gate_rank,
+        )
     )
-    config = model.linear_layers()[0]
     config.run = LinearAttentionConfig(kernel=options.kernel, exchange=exchange, regather=options.regather)
     sharded = options.sequence_parallel and options.tp > 1
-    set_linear_attention(config, sharded)
+    config.set_sharding(tp=options.tp, enable_sp=sharded)
     with torch.device(device_type):
         layer = config.build()
     layer.init_states()

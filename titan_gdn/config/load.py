@@ -136,7 +136,7 @@ def _defaults(model: SourcedValue, linear_attention: SourcedValue, quantize: Sou
         flavor,
         linear_attention=_configured(LinearAttentionConfig(), linear_attention),
         converters=_converters(quantize),
-        **_values(overrides.table, _arguments(package.flavors[flavor])),
+        **_values(overrides.table, fields_of(type(package.flavors[flavor].arguments))),
     )
     return replace(config, hf_assets_path=own.get("hf_assets_path", config.hf_assets_path))
 

@@ -37,6 +37,7 @@ WHAT_BECAME_OF: dict[str, str] = {
     "job.print_config": "it is [debug] print_config now",
     "job.save_config_file": "it is [debug] save_config_file now",
     "job.use_for_integration_test": "TorchTitan has dropped it; remove it",
+    "linear_attention.lower_bound": "it is [model.overrides] lower_bound of kimi_linear now",
     "lr_scheduler.lr_min": "it is [lr_scheduler] min_lr_factor now",
     "metrics.rank_0_only": "it is [metrics] save_for_all_ranks now, which says the opposite",
     "model.converters": _QUANTIZE,

@@ -14,13 +14,10 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from titan_gdn.layers.gated_attention import GatedAttention
-from titan_gdn.layers.gated_delta_net import GatedDeltaNet
-from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.latent_attention import LatentAttention
 from titan_gdn.layers.linear_attention import Decay, LinearAttention
-from titan_gdn.models.hybrid.model import HybridBlock
-from titan_gdn.ops.gated_delta_rule.fla_backend import fla_rule_forward as fla_gated_delta_rule
-from titan_gdn.ops.kda.fla_backend import fla_rule_forward as fla_kda
+from titan_gdn.models.hybrid.block import HybridBlock
+from titan_gdn.ops.rules import FLAOperator
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.parallel.traffic import ShardedBatch
 
@@ -94,23 +91,20 @@ def _make_fake(block: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _choose_kernel(layer: LinearAttention) -> None:
-    """The rule that the layer runs on a GPU; fake tensors, which are on no GPU, would get PyTorch's."""
+    """Let the layer run the rule that it runs on a GPU; fake tensors would get PyTorch's."""
     kernel, layer.run = layer.run.kernel, replace(layer.run, kernel="torch")
-    fla = {GatedDeltaNet: (fla_gated_delta_rule,), KimiDeltaAttention: (fla_kda, False)}
-    if kernel != "torch" and type(layer) in fla:
-        operator, *flags = fla[type(layer)]
-        layer.rule = partial(_fla_rule, operator, flags)
+    if kernel != "torch" and layer.rule.fla is not None:
+        layer.run_rule = partial(_fla_rule, layer.rule.fla)
 
 
 def _fla_rule(
-    operator: Callable[..., tuple[Tensor, ...]],
-    flags: list[bool],
+    fla: FLAOperator,
     *inputs: Tensor,
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    out, *_ = operator(*inputs, 1.0, None, cu_seqlens, cu_seqlens_cpu, True, *flags)
+    out, *_ = fla.forward(*inputs, 1.0, None, cu_seqlens, cu_seqlens_cpu, True, *fla.flags)
     return out, None
 
 

@@ -15,7 +15,8 @@ from titan_gdn.config.load import POLICIES, ConfigError, check_run
 from titan_gdn.layers.document_attention import inner_attention
 from titan_gdn.layers.linear_attention import LinearAttention
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
-from titan_gdn.models.hybrid.exchange_choice import NAMES, choice_of, recomputes, saved_exchanges, split_of
+from titan_gdn.models.hybrid.block import linear_kinds, linear_layers, names_of
+from titan_gdn.models.hybrid.exchange_choice import choice_of, recomputes, saved_exchanges, split_of
 from titan_gdn.models.hybrid.model import HybridModel
 from titan_gdn.parallel.cost import Choice, Cost, Machine, cost
 from titan_gdn.parallel.exchange import ExchangeName
@@ -141,7 +142,7 @@ def make_plan(config: "Trainer.Config", world_size: int) -> Plan:
     exchanges = plan_exchanges(config, world_size)
     model = copy.deepcopy(config.model_spec.model)
     _attend_by(model, inner_attention("cpu"))  # it runs with fake tensors, and keeps what FlexAttention does
-    for layer in model.linear_layers():
+    for layer in linear_layers(model.layers):
         if layer.run.kernel == "fla":  # which is to run there, not here
             layer.run = replace(layer.run, kernel="auto")
     model.converters = []  # `check_run` has seen them; TorchTitan builds none where the hardware is not
@@ -168,7 +169,7 @@ def _added(
 ) -> dict[str, Added]:
     """What the exchange of each linear attention layer adds to the memory, by the layer's name."""
     added = {}
-    for kind, x in zip(model.linear_kinds(), exchanges, strict=True):
+    for kind, x in zip(linear_kinds(model.layers), exchanges, strict=True):
         sent = x.traffic[x.taken]
         kept, transient = sent.kept, sent.transient
         if recomputes(config):
@@ -176,7 +177,7 @@ def _added(
             kept = sent.computed if isinstance(config.activation_checkpoint, SelectiveAC.Config) else 0
             kept += sent.collected if saved_exchanges(config) else 0
             transient += sent.kept
-        added |= dict.fromkeys(model.names_of(kind), Added(kept, transient))
+        added |= dict.fromkeys(names_of(model.layers, kind), Added(kept, transient))
     return added
 
 
@@ -191,11 +192,11 @@ def plan_exchanges(config: "Trainer.Config", world_size: int) -> list[Exchanges]
         ConfigError: the run cannot be; says why.
     """
     model = copy.deepcopy(config.model_spec.model)
-    if not model.linear_layers():
+    if not linear_layers(model.layers):
         raise ConfigError("the model has no linear attention, so nothing is exchanged and nothing to plan")
     _attend_by(model, inner_attention("cuda"))  # FlexAttention, which wants lengths that its blocks divide
     check_run(replace(config, model_spec=replace(config.model_spec, model=model)), world_size)
-    return [_exchanges(model, kind, config) for kind in model.linear_kinds()]
+    return [_exchanges(model, kind, config) for kind in linear_kinds(model.layers)]
 
 
 def _attend_by(model: HybridModel.Config, inner: Module.Config) -> None:
@@ -215,8 +216,8 @@ def _exchanges(
     possible = [name for name in EXCHANGES if impossible(name, shape, split) is None]
     sent = {name: traffic(name, shape, split) for name in possible}
     return Exchanges(
-        kind=NAMES[type(layer)],
-        layers=len(model.names_of(layer)),
+        kind=layer._owner.title,
+        layers=len(names_of(model.layers, layer)),
         named=layer.run.exchange,
         split=split,
         machine=machine,
@@ -266,7 +267,7 @@ def sweep(
         values: of it.
     """
     model = copy.deepcopy(config.model_spec.model)
-    for layer in model.linear_layers():
+    for layer in linear_layers(model.layers):
         layer.run = replace(layer.run, exchange="auto")
     config = replace(config, model_spec=replace(config.model_spec, model=model))
     section, field = SWEPT[key]

@@ -5,15 +5,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.utils import device_type
 
-from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.models.hybrid import quantize
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
+from titan_gdn.models.hybrid.block import HybridBlock, linear_kinds, linear_layers
 from titan_gdn.models.hybrid.config_registry import PATTERNS
-from titan_gdn.models.hybrid.exchange_choice import NAMES, choice_of, recomputes, split_of
+from titan_gdn.models.hybrid.exchange_choice import choice_of, recomputes, split_of
 from titan_gdn.models.hybrid.pipeline import check_pipeline, stages_of
 from titan_gdn.ops.backends import why_not_fla
 from titan_gdn.parallel.traffic import impossible
@@ -21,50 +23,47 @@ from titan_gdn.parallel.traffic import impossible
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-    from titan_gdn.models.hybrid.model import HybridBlock, HybridModel
 
-_LOWEST = -torch.finfo(torch.float32).max
-
-
-def check(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+def check(
+    model: Decoder.Config, converters: list[QuantizationConverter.Config], config: "Trainer.Config"
+) -> None:
     """Refuse the run that cannot be.
 
     Raises:
         ValueError: heads that TP does not divide, a length that TP and CP do not, experts that the ranks
             cannot share, an exchange or pipeline stages that cannot be.
     """
-    check_pipeline(model, config)
+    check_pipeline(len(model.layers), model.enable_weight_tying, config)
     _check_widths(model, config.parallelism)
     _check_experts(model, config.parallelism)
     _check_routing(model, config)
     _check_length(model, config.parallelism, config.training.seq_len)
     _check_exchange(model, config)
-    _check_linear_attention(model)
-    quantize.check(model, config)
+    quantize.check(model, converters, config)
     _check_compile(model, config)
     _check_checkpointing(config)
     _check_optimizer(model, config)
 
 
-def check_device(model: "HybridModel.Config") -> None:
+def check_device(model: Decoder.Config, converters: list[QuantizationConverter.Config]) -> None:
     """Refuse what does not run on TorchTitan's device here; a plan is made for another machine.
 
     Raises:
         ValueError: says why, and what is possible.
     """
-    kernel = next((layer.run.kernel for layer in model.linear_layers()), "auto")
+    kernel = next((layer.run.kernel for layer in linear_layers(model.layers)), "auto")
     if kernel == "fla" and (reason := why_not_fla(torch.device(device_type))):
         raise ValueError(f"linear_attention.kernel = 'fla': {reason} Possible here are 'auto' and 'torch'.")
-    quantize.check_device(model.converters)
+    quantize.check_device(converters)
 
 
-def _check_widths(model: "HybridModel.Config", parallelism: ParallelismConfig) -> None:
+def _check_widths(model: Decoder.Config, parallelism: ParallelismConfig) -> None:
     """What TP divides."""
     tp = parallelism.tensor_parallel_degree
-    linear = next(iter(model.linear_layers()), None)
+    linear = next(iter(linear_layers(model.layers)), None)
     split = {"rows of the vocabulary": model.vocab_size}
     if linear:
-        split[f"key heads of {NAMES[type(linear)]}"] = linear.n_key_heads
+        split[f"key heads of {linear._owner.title}"] = linear.n_key_heads
     if model.first_attention:
         split["query heads of the full attention"] = model.first_attention.n_heads
     for layer in model.layers:
@@ -75,9 +74,15 @@ def _check_widths(model: "HybridModel.Config", parallelism: ParallelismConfig) -
                 f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; "
                 f"possible are {_divisors(list(split.values()))}"
             )
+    key_value_heads = getattr(model.first_attention, "n_key_value_heads", 1)
+    if tp % key_value_heads and key_value_heads % tp:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree = {tp} and the {key_value_heads} key-value heads of the "
+            "full attention: one must divide the other"
+        )
 
 
-def _hidden_widths(layer: "HybridBlock.Config", ep: int) -> dict[str, int]:
+def _hidden_widths(layer: HybridBlock.Config, ep: int) -> dict[str, int]:
     """What TP divides in a feed-forward. With expert parallelism a single expert is whole."""
     if layer.moe is None:
         return {"hidden dimensions of a feed-forward": layer.feed_forward.w1.out_features}
@@ -93,7 +98,7 @@ def _divisors(counts: list[int]) -> str:
     return ", ".join(str(tp) for tp in range(1, min(counts) + 1) if not any(count % tp for count in counts))
 
 
-def _check_experts(model: "HybridModel.Config", parallelism: ParallelismConfig) -> None:
+def _check_experts(model: Decoder.Config, parallelism: ParallelismConfig) -> None:
     """What EP divides, and FSDP where more ranks than experts share them: then it cuts their rows."""
     ep = parallelism.expert_parallel_degree
     layer = next((layer.moe for layer in model.layers if layer.moe is not None), None)
@@ -127,7 +132,7 @@ def _check_experts(model: "HybridModel.Config", parallelism: ParallelismConfig) 
         )
 
 
-def _check_routing(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+def _check_routing(model: Decoder.Config, config: "Trainer.Config") -> None:
     """TorchTitan's router that deals tokens out mixes DTensors and plain tensors under TP."""
     parallelism, tp = config.parallelism, config.parallelism.tensor_parallel_degree
     experts = any(layer.moe is not None for layer in model.layers)
@@ -151,7 +156,7 @@ def deals_out(config: "Trainer.Config") -> bool:
     return dry or config.debug.moe_force_load_balance
 
 
-def _check_length(model: "HybridModel.Config", parallelism: ParallelismConfig, seq_len: int) -> None:
+def _check_length(model: Decoder.Config, parallelism: ParallelismConfig, seq_len: int) -> None:
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     sp = tp if parallelism.enable_sequence_parallel else 1
     if cp > 1 and seq_len % (2 * cp * sp):
@@ -172,36 +177,25 @@ def _check_length(model: "HybridModel.Config", parallelism: ParallelismConfig, s
             f"training.seq_len = {seq_len} does not divide by 128 * context_parallel_degree = "
             f"{128 * cp}, which FlexAttention's blocks need"
         )
+    if seq_len > model.max_seq_len:
+        raise ValueError(
+            f"training.seq_len = {seq_len} exceeds the {model.max_seq_len} tokens of the rotary embedding: "
+            "shorten it, or raise model.overrides.context_length or .yarn_factor"
+        )
 
 
-def _check_exchange(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+def _check_exchange(model: Decoder.Config, config: "Trainer.Config") -> None:
     """Whether the exchange of each kind of layer can be; of "auto", whether any can."""
-    for layer in model.linear_kinds():
+    for layer in linear_kinds(model.layers):
         exchange = layer.run.exchange
         if exchange == "auto":
             choice_of(model, layer, config)
         elif reason := impossible(exchange, layer.shape(), split_of(layer, config)):
-            name = NAMES[type(layer)]
+            name = layer._owner.title
             raise ValueError(f'linear_attention.exchange = "{exchange}" of {name}: {reason}')
 
 
-def _check_linear_attention(model: "HybridModel.Config") -> None:
-    """Numbers of `[linear_attention]` that a layer would take as they are."""
-    for layer in model.linear_layers():
-        bound = layer.run.lower_bound
-        if bound is not None and not isinstance(layer, KimiDeltaAttention.Config):
-            raise ValueError(
-                f"linear_attention.lower_bound = {bound} is for Kimi Delta Attention, which this model does "
-                "not have: leave it out"
-            )
-        if bound is not None and not _LOWEST < bound < 0:
-            raise ValueError(
-                f"linear_attention.lower_bound = {bound}: expected a number below 0, of which the log decay "
-                "stays above, or none"
-            )
-
-
-def _check_compile(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+def _check_compile(model: Decoder.Config, config: "Trainer.Config") -> None:
     experts = any(layer.moe is not None for layer in model.layers)
     compiled = config.compile.enable and "model" in config.compile.components
     if experts and compiled and config.training.mixed_precision_param == "float32":
@@ -224,7 +218,7 @@ def _check_checkpointing(config: "Trainer.Config") -> None:
         )
 
 
-def _check_optimizer(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+def _check_optimizer(model: Decoder.Config, config: "Trainer.Config") -> None:
     """Every group has a parameter on every pipeline stage, of those that no group before it has.
 
     TorchTitan looks at the names that modules have when they are wrapped for checkpointing.

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_gdn.layers.gated_delta_net import GatedDeltaNet
-from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.linear_attention import LinearAttention
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
+from titan_gdn.models.hybrid.block import linear_kinds, linear_layers, names_of
 from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.parallel.cost import Choice, choose
 from titan_gdn.parallel.exchange import ExchangeName
@@ -20,36 +20,32 @@ from titan_gdn.parallel.traffic import ShardedBatch
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-    from titan_gdn.models.hybrid.model import HybridModel
 
-NAMES = {GatedDeltaNet.Config: "Gated DeltaNet", KimiDeltaAttention.Config: "Kimi Delta Attention"}
-
-
-def choose_exchanges(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+def choose_exchanges(model: Decoder.Config, config: "Trainer.Config") -> None:
     """Replace "auto" by the exchange that takes the least time, for each kind of layer."""
     parallelism = config.parallelism
     if parallelism.context_parallel_degree == 1:
         return
-    for kind in model.linear_kinds():
+    for kind in linear_kinds(model.layers):
         if kind.run.exchange != "auto":
             continue
         choice = choice_of(model, kind, config)
-        for layer in model.linear_layers():
+        for layer in linear_layers(model.layers):
             if type(layer) is type(kind):
                 layer.run = replace(layer.run, exchange=choice.name)
         logger.info(
-            f"Exchange of {NAMES[type(kind)]} at CP {parallelism.context_parallel_degree}, "
+            f"Exchange of {kind._owner.title} at CP {parallelism.context_parallel_degree}, "
             f"TP {parallelism.tensor_parallel_degree}: {choice.name} ({choice.reason})"
         )
 
 
-def choice_of(model: "HybridModel.Config", layer: LinearAttention.Config, config: "Trainer.Config") -> Choice:
+def choice_of(model: Decoder.Config, layer: LinearAttention.Config, config: "Trainer.Config") -> Choice:
     """The exchange that "auto" is for the layers of this kind.
 
     Raises:
         ValueError: none is possible.
     """
-    alike = model.names_of(layer)
+    alike = names_of(model.layers, layer)
     kept = max(
         sum(sum(name in alike for name in stage.modules) * stage.in_flight for stage in stages)
         for stages in stages_of(len(model.layers), config)

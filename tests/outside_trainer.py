@@ -29,7 +29,8 @@ def block_on_a_mesh(exchange, backend):
     """Relative errors of three steps' outputs and gradients against the same block on one rank."""
     from titan_gdn.layers.linear_attention import LinearAttentionConfig
     from titan_gdn.models.qwen3_next import Qwen3NextArguments
-    from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout, shard_order
+    from titan_gdn.parallel.segments import shard_order
+    from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))

@@ -13,9 +13,11 @@ from tests.training import with_slow
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.hybrid import activation_checkpoint
 from titan_gdn.parallel.collectives import ALL_GATHER, ALL_TO_ALL
-from titan_gdn.parallel.exchange import AllGather, AllToAll, NoExchange
-from titan_gdn.parallel.state import StatePassing
-from titan_gdn.parallel.traffic import EXCHANGES
+from titan_gdn.parallel.exchange.all_gather import AllGather
+from titan_gdn.parallel.exchange.all_to_all import AllToAll
+from titan_gdn.parallel.exchange.local import NoExchange
+from titan_gdn.parallel.exchange.registry import EXCHANGES
+from titan_gdn.parallel.exchange.state import StatePassing
 
 FAMILIES = ("qwen3_next", "kimi_linear")
 MODES = {
@@ -75,9 +77,9 @@ def test_collectives_are_repeated_in_full_mode_and_in_selective_only_those_of_hi
 ):
     family, of = records
     calls = {mode: of[exchange, mode][0]["calls"] for mode in MODES}
-    narrow = 1 if family == "kimi_linear" and exchange == "all_to_all" else 0  # the bottleneck's gather
+    low_rank = 1 if family == "kimi_linear" and exchange == "all_to_all" else 0  # its projection's gather
     attention = {"qwen3_next": 2, "kimi_linear": 1}[family]  # keys and values, or what they are made of
-    forward, backward = (3 * (n + narrow) for n in (forward, backward))
+    forward, backward = (3 * (n + low_rank) for n in (forward, backward))
     outside = calls["none"] - forward - backward - 2 * attention  # of the layout, once a forward
     assert outside == of["state", "none"][0]["calls"] - 12 - 2 * attention >= 0
     assert calls["full"] - calls["none"] == forward + attention

@@ -11,7 +11,8 @@ from tests.training import assert_same_numbers, dry_run, train, with_slow
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.qwen3_next import Qwen3NextArguments
-from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, ShardedBatch, traffic
+from titan_gdn.parallel.exchange.registry import EXCHANGES, traffic
+from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
 
 
 @pytest.fixture(scope="module", params=layer_cases.LAYERS)
@@ -81,14 +82,14 @@ def test_recorded_bytes_are_those_of_the_model(layer, world_size):
     over_cp = collections.defaultdict(set)
     for options, row in ranks.run(layer_cases.traffic, world_size, layer, timeout=200)[0]:
         mesh = (options.cp, options.tp, options.sequence_parallel, options.order)
-        split = ShardedBatch(options.batch, options.tokens, *mesh, itemsize=4, regather=options.regather)
-        model = traffic(row["exchange"], SHAPES[layer], split)
-        for way, leg in (("forward", model.forward), ("backward", model.backward)):
-            assert row[f"cp {way} (bytes)"] == leg.cp_bytes, (row, options)
-            assert row[f"tp {way} (bytes)"] == leg.tp_bytes, (row, options)
-            over_cp[row["exchange"], mesh, options.regather, way].add(leg.cp_bytes)
-    assert sum(sum(sent) > 0 for sent in over_cp.values()) >= 8, "nothing crossed"
-    assert all(len(sent) == 1 for sent in over_cp.values())
+        batch = ShardedBatch(options.batch, options.tokens, *mesh, itemsize=4, regather=options.regather)
+        formula = traffic(row["exchange"], SHAPES[layer], batch)
+        for way, sent in (("forward", formula.forward), ("backward", formula.backward)):
+            assert row[f"cp {way} (bytes)"] == sent.cp_bytes, (row, options)
+            assert row[f"tp {way} (bytes)"] == sent.tp_bytes, (row, options)
+            over_cp[row["exchange"], mesh, options.regather, way].add(sent.cp_bytes)
+    assert sum(sum(bytes_) > 0 for bytes_ in over_cp.values()) >= 8, "nothing crossed"
+    assert all(len(bytes_) == 1 for bytes_ in over_cp.values())
 
 
 def test_gathering_again_keeps_no_gathered_states_and_gives_the_same_numbers():

@@ -19,9 +19,11 @@ from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.models.kimi_linear import KimiLinearArguments
 from titan_gdn.models.qwen3_next import Qwen3NextArguments
-from titan_gdn.parallel.cost import Machine, choose
+from titan_gdn.parallel.cost import choose
+from titan_gdn.parallel.exchange.registry import traffic
+from titan_gdn.parallel.machine import Machine
 from titan_gdn.parallel.sequence import SequenceLayout
-from titan_gdn.parallel.traffic import LayerShape, ShardedBatch, traffic
+from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
 from titan_gdn.plan.__main__ import main
 from titan_gdn.plan.block_memory import block_memory
 from titan_gdn.plan.plan import make_plan
@@ -139,7 +141,7 @@ def test_a_sweep_marks_what_is_impossible_and_where_the_choice_changes(printed):
     assert "cp 3 is impossible: " in told and "does not make WORLD_SIZE 64" in told
 
     told = printed("--sweep", "cp=2,4")  # of 2 key heads a TP rank
-    assert "cp 4: all_to_all and all_gather are impossible: the 16 key heads do not divide" in told
+    assert "cp 4: all_to_all and all_gather are impossible because the 16 key heads are not divisible" in told
     assert "and state" not in told
 
 
@@ -147,7 +149,7 @@ def test_data_parallelism_takes_the_ranks_that_a_sweep_leaves(printed):
     fixed = ["--parallelism.data_parallel_shard_degree", "4", "--json"]
     told = json.loads(printed(*fixed, "--sweep", "cp=2,4"))["sweep"]
     assert told["key"] == "cp"
-    assert [told["values"][cp][0]["split"]["cp"] for cp in ("2", "4")] == [2, 4]
+    assert [told["values"][cp][0]["batch"]["cp"] for cp in ("2", "4")] == [2, 4]
     lengths = json.loads(printed("--json", "--sweep", "seq_len=4096,1048576"))["sweep"]["values"]
     state = [lengths[length][0]["exchanges"]["state"]["forward"] for length in ("4096", "1048576")]
     assert state[0]["cp_bytes"] == state[1]["cp_bytes"]
@@ -185,15 +187,15 @@ def test_what_this_machine_lacks_is_no_matter(printed):
         "--linear_attention.kernel", "fla", "--training.enable_cpu_offload", "--checkpoint.async_mode",
         "async_with_pinned_mem", "--comm.mode", "fake_backend", file=LARGE,
     )  # fmt: skip
-    assert "Without context parallelism nothing is exchanged." in told
+    assert "Without context parallelism there is no exchange." in told
     assert "parameters, sharded 0.00" in told
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "--job.config_file FILE.toml is missing"),
-        (["--job.config_file", QWEN], "--world-size N is missing"),
+        ([], "--job.config_file FILE.toml, the run to plan, is missing"),
+        (["--job.config_file", QWEN], "--world-size N, the number of ranks to plan for, is missing"),
         (["--job.config_file", QWEN, "--world-size", "0"], "--world-size 0: expected"),
         (["--job.config_file", QWEN, "--world-size", "many"], "--world-size many: expected"),
         (["--job.config_file", QWEN, "--world-size"], "--world-size"),
@@ -228,11 +230,11 @@ def test_sweeps_and_plots_are_refused_before_anything_is_read(refused, option, w
         ("--linear_attention.exchange all_to_all --parallelism.context_parallel_degree 4", "16 key heads"),
         ("--training.seq_len 1000064", "128 * context_parallel_degree"),  # of FlexAttention, on GPUs
         ("--training.seq_len 2097152", "rotary"),
-        ("--sweep cp=5,7 --plot cp.png", "--plot: nothing of the sweep can be"),
+        ("--sweep cp=5,7 --plot cp.png", "--plot: all values of the sweep are impossible"),
         ("--parallelism.context_parallel_degree 1 --sweep seq_len=8192 --plot cp.png", "--plot: without"),
         ("--linear_attention.machine.memory 1 --parallelism.context_parallel_degree 1", None),
         ("--activation_checkpoint.mode selective "
-         "--activation_checkpoint.force_recompute_mm_shapes_by_fqns moe", "[activation_checkpoint] force_"),
+         "--activation_checkpoint.force_recompute_mm_shapes_by_fqns moe", "activation_checkpoint: force_"),
     ],
 )  # fmt: skip
 def test_degrees_sizes_and_the_model_are_checked(printed, refused, argv, words):
@@ -333,8 +335,8 @@ def test_what_a_block_keeps_and_holds_is_what_the_allocator_says(name, policy):
         policy_ = POLICIES[policy]
         return block if policy_ is None else policy_.build()._wrap_block(block, base_fqn="layers.0")
 
-    split = ShardedBatch(2, 2048, cp=1, tp=1, sequence_parallel=True, order="contiguous", itemsize=4)
-    told = block_memory(config.build(), 128, split, torch.float32, checkpointed)
+    batch = ShardedBatch(2, 2048, cp=1, tp=1, sequence_parallel=True, order="contiguous", itemsize=4)
+    told = block_memory(config.build(), 128, batch, torch.float32, checkpointed)
     block = config.build()
     block.init_states()
     kept, peak = allocated(checkpointed(block), block, 2, 2048, 128)

@@ -181,6 +181,8 @@ def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
 def fields_of(config: type) -> dict[str, Any]:
     """Names and annotations of the fields that a file may set; those hidden from tyro hold Python objects."""
     hints = get_type_hints(config, include_extras=True)
+    # Choices that a program may extend, such as exchanges, are asked for now rather than at import.
+    hints |= {x.name: Literal[x.metadata["choices"]()] for x in fields(config) if "choices" in x.metadata}
     return {
         field.name: _NARROWER.get(field.name, hints[field.name])
         for field in fields(config)

@@ -13,9 +13,9 @@ of them those of this CP rank, W rows of a group, E rows of a group's gates, N v
 widths, C kernel of the convolution, r width of a low-rank gate.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import spmd_types as spmd
 import torch
@@ -33,8 +33,10 @@ from titan_gdn.layers.sharding import local_region, set_weights
 from titan_gdn.ops import causal_conv1d
 from titan_gdn.ops.backends import Backend
 from titan_gdn.ops.rules import Rule
-from titan_gdn.parallel.cost import Machine
-from titan_gdn.parallel.exchange import Exchange, NoExchange, make_exchange
+from titan_gdn.parallel.exchange.base import Exchange
+from titan_gdn.parallel.exchange.local import NoExchange
+from titan_gdn.parallel.exchange.registry import choices, make_exchange
+from titan_gdn.parallel.machine import Machine
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.parallel.traffic import LayerShape
 
@@ -47,17 +49,17 @@ class LinearAttentionConfig:
     """Backend of the convolution and the rule: "fla" (FLA's Triton kernels), "torch" (PyTorch), or "auto",
     which takes FLA where its kernels run and PyTorch elsewhere."""
 
-    exchange: Literal["auto", "all_to_all", "all_gather", "state"] = "auto"
-    """What the ranks of context parallelism exchange: "all_to_all" exchanges the projected tokens for heads,
-    "all_gather" gathers the hidden states, "state" passes the recurrent state on. "auto" takes the one that
-    costs the least time on `machine`; the log says which one and why."""
+    exchange: str = field(default="auto", metadata={"choices": choices})
+    """What the ranks of context parallelism exchange: "all_to_all" exchanges tokens for heads, "all_gather"
+    gathers hidden states, "state" passes the recurrent state on. "auto" takes the exchange that costs the
+    least time on `machine` and logs why."""
 
     regather: bool = False
-    """Save memory by communicating again in the backward, for runs without activation checkpointing:
-    "all_gather" gathers the hidden states again, "state" the transitions of the segments."""
+    """Save memory by communicating again in the backward: "all_gather" gathers hidden states again, "state"
+    the transitions of segments. Not needed with activation checkpointing."""
 
     machine: Machine = Machine()
-    """The machine that "auto" chooses the exchange for."""
+    """The machine for which "auto" chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,10 @@ from titan_gdn.models.hybrid import quantize
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
 from titan_gdn.models.hybrid.block import HybridBlock, linear_kinds, linear_layers
 from titan_gdn.models.hybrid.config_registry import PATTERNS
-from titan_gdn.models.hybrid.exchange_choice import choice_of, recomputes, split_of
+from titan_gdn.models.hybrid.exchange_choice import batch_of, choice_of, recomputes
 from titan_gdn.models.hybrid.pipeline import check_pipeline, stages_of
 from titan_gdn.ops.backends import why_not_fla
-from titan_gdn.parallel.traffic import impossible
+from titan_gdn.parallel.exchange.registry import impossible
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -190,7 +190,7 @@ def _check_exchange(model: Decoder.Config, config: "Trainer.Config") -> None:
         exchange = layer.run.exchange
         if exchange == "auto":
             choice_of(model, layer, config)
-        elif reason := impossible(exchange, layer.shape(), split_of(layer, config)):
+        elif reason := impossible(exchange, layer.shape(), batch_of(layer, config)):
             name = layer._owner.title
             raise ValueError(f'linear_attention.exchange = "{exchange}" of {name}: {reason}')
 

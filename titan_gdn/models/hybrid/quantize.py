@@ -32,6 +32,7 @@ from torchtitan.tools.logging import logger
 
 from titan_gdn.layers.gated_attention import GatedAttention
 from titan_gdn.layers.linear_attention import LinearAttention
+from titan_gdn.parallel.exchange.registry import exchange_class
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -253,7 +254,7 @@ def why_not(
     if isinstance(parent, GatedAttention.Config) and attr in ("wk", "wv"):
         rows = config.out_features // min(placed.tp, parent.n_key_value_heads)  # see `GatedAttention`
     if isinstance(parent, LinearAttention.Config) and attr in parent._owner.exchanged:
-        rows //= placed.cp if parent.run.exchange == "all_gather" else 1
+        rows //= placed.cp if exchange_class(parent.run.exchange, placed.cp).slices_weights else 1
     if rows % multiple or columns % multiple:
         return f"{rows} x {columns} on a rank, no multiples of {multiple}"
     return None

@@ -1,5 +1,6 @@
 """README and docs: links resolve, commands exist, examples run, numbers and drawings are the code's."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -105,6 +106,27 @@ def test_modules_files_and_keys_of_commands_exist(page):
         finally:
             os.environ.clear()
             os.environ.update(environment)
+
+
+def strings():
+    """Every string of the package; values that an f-string fills in are "0"."""
+    for file in (ROOT / "titan_gdn").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
+    assert len(messages) > 10
+    known = list(strings())
+    for message in messages:
+        parts = [re.escape(part.strip()) for part in re.split(r"\.\.\.|\d+", message) if part.strip()]
+        pattern = re.compile(".*?".join(parts), re.DOTALL)
+        assert any(pattern.search(text) for text in known), f"no such message: {message}"
 
 
 def test_the_diagrams_are_what_their_script_draws(tmp_path):

@@ -132,7 +132,7 @@ def test_groups_of_parameters_are_refused_as_the_optimizer_refuses_them(patterns
 @pytest.mark.parametrize("patterns", [["norm"], ["^layers", "^norm", "^lm_head"]])
 def test_groups_that_leave_parameters_out_are_refused(patterns, tmp_path):
     with pytest.raises(
-        ConfigError, match="no pattern matches .* parameters, such as .*: add a last group of"
+        ConfigError, match="no pattern matches .* parameters, such as .*: add a last group with"
     ):
         load_config(grouped(tmp_path, *patterns), 1)
 

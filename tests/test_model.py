@@ -1,6 +1,7 @@
 """What holds for the whole model: documents apart, decay exact, resuming, validation, imports."""
 
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from torchtitan.components.optimizer import OptimizersContainer
 
 from tests import hf, ranks
+from tests.draw import covering, in_sets
 from tests.training import train, train_until
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.kimi_linear import KimiLinearArguments
@@ -130,7 +132,7 @@ def test_groups_of_parameters_are_refused_as_the_optimizer_refuses_them(patterns
 @pytest.mark.parametrize("patterns", [["norm"], ["^layers", "^norm", "^lm_head"]])
 def test_groups_that_leave_parameters_out_are_refused(patterns, tmp_path):
     with pytest.raises(
-        ConfigError, match="no pattern matches .* parameters, such as .*: add a last group of"
+        ConfigError, match="no pattern matches .* parameters, such as .*: add a last group with"
     ):
         load_config(grouped(tmp_path, *patterns), 1)
 
@@ -222,22 +224,28 @@ def decay_bits(argv):
     return same, set(weights), finite, dtypes
 
 
-@every_family
-@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
-@pytest.mark.parametrize(
-    "argv", [[], ["--parallelism.tensor_parallel_degree", "2"], ["--activation_checkpoint.mode", "full"]]
+DECAY = list(
+    itertools.product(
+        ("", "--parallelism.tensor_parallel_degree 2", "--activation_checkpoint.mode full"),
+        ("spmd_types", "partial_dtensor"),
+        BUILDERS,
+    )
 )
+
+
+@pytest.mark.parametrize(("argv", "backend", "family"), in_sets(DECAY, fast=covering(DECAY, 1)))
 def test_decay_is_exact_in_float32_under_bfloat16_mixed_precision(tmp_path, argv, backend, family):
     _, overrides = hf.model(family, **hf.without_experts(family))
     training = {"steps": 1, "local_batch_size": 1, "mixed_precision_param": "bfloat16"}
     path = hf.toml(str(tmp_path), overrides, model={"name": family}, training=training)
-    argv = ["--job.config_file", path, "--parallelism.spmd_backend", backend, *argv]
+    argv = ["--job.config_file", path, "--parallelism.spmd_backend", backend, *argv.split()]
     for same, weights, finite, dtypes in ranks.run(decay_bits, 2, argv):
         assert same and all(same), "the forward saw rounded decay parameters"
         assert weights == {torch.bfloat16}, "the test would prove nothing without mixed precision"
         assert finite and dtypes == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     """8 steps in one go, against 8 steps that were killed after 4 and started again by the same command."""
     _, overrides = hf.model(num_experts=0)
@@ -255,6 +263,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_number_of_data_parallel_ranks(tmp_path):
     _, overrides = hf.model(
         num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=0
@@ -274,6 +283,7 @@ def test_a_run_goes_on_at_another_number_of_data_parallel_ranks(tmp_path):
     assert losses[1] == pytest.approx(losses[3], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_validator_runs(tmp_path):
     _, overrides = hf.model(num_experts=0)
     text = str(tmp_path / "text")

@@ -1,5 +1,6 @@
 """The planner against the formulas, the trainer's own allocations and the shards of parallelized models."""
 
+import itertools
 import json
 import os
 import time
@@ -13,6 +14,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.logging import logger
 
 from tests import ranks
+from tests.draw import covering, in_sets
 from titan_gdn.bench.rule import _peak_of_allocations
 from titan_gdn.config.load import load_config
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
@@ -262,9 +264,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
-@pytest.mark.parametrize("model", ["qwen3_next", "kimi_linear"])
-@pytest.mark.parametrize("mesh", MESHES)
+STORED = list(itertools.product(MESHES, ("qwen3_next", "kimi_linear"), ("spmd_types", "partial_dtensor")))
+
+
+@pytest.mark.parametrize(("mesh", "model", "backend"), in_sets(STORED, fast=covering(STORED, 1)))
 def test_stored_bytes_are_those_of_the_shards_of_a_parallelized_model(mesh, model, backend):
     world_size, argv = MESHES[mesh]
     if mesh == "more ranks than experts" and backend == "partial_dtensor":
@@ -321,8 +324,10 @@ BLOCKS = {
 POLICIES = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", BLOCKS)
+KEPT = list(itertools.product(BLOCKS, POLICIES))
+
+
+@pytest.mark.parametrize(("name", "policy"), in_sets(KEPT, fast=covering(KEPT, 1)))
 def test_what_a_block_keeps_and_holds_is_what_the_allocator_says(name, policy):
     build, options, kind = BLOCKS[name]
     widths = {"dim": 128, "n_heads": 4, "n_linear_key_heads": 4, "n_linear_value_heads": 4}
@@ -395,7 +400,7 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", in_sets(STEPS, fast=["cp 2, state, selective", "pp 2, 1F1B"]))
 def test_a_step_of_the_trainer_allocates_what_is_planned(step, tmp_path):
     world_size, model, argv = STEPS[step]
     argv = [

@@ -146,8 +146,8 @@ def _check_routing(model: Decoder.Config, config: "Trainer.Config") -> None:
             why = "comm.mode = 'fake_backend' with parallelism.expert_parallel_degree > 1"
         raise ValueError(
             f"{why} assigns tokens to experts regardless of scores, which TorchTitan does not support with "
-            f"parallelism.tensor_parallel_degree = {tp} and parallelism.spmd_backend = 'partial_dtensor': set "
-            "the backend to 'spmd_types'"
+            f"parallelism.tensor_parallel_degree = {tp} and parallelism.spmd_backend = 'partial_dtensor': "
+            "set the backend to 'spmd_types'"
         )
 
 

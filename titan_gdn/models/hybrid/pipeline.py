@@ -243,6 +243,6 @@ def _check_microbatches(config: "Trainer.Config", stages: int) -> None:
     rounds = max(1, count // pp)
     if schedule == "Interleaved1F1B" and count % rounds:
         raise ValueError(
-            f"{given} on parallelism.pipeline_parallel_degree = {pp} takes a multiple of its {rounds} rounds, "
-            f"such as {rounds * pp}"
+            f"{given} on parallelism.pipeline_parallel_degree = {pp} takes a multiple of its {rounds} "
+            f"rounds, such as {rounds * pp}"
         )

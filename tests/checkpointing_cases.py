@@ -84,7 +84,7 @@ def _train(family, words, dims):
 def _prepare(family, words, dims):
     """The model of a case, parallelized, and this rank's share of a batch."""
     from titan_gdn.config.load import load_config
-    from titan_gdn.parallel.sequence import shard_order
+    from titan_gdn.parallel.segments import shard_order
 
     path = os.path.join(os.path.dirname(__file__), "..", "train_configs", f"{family}_debug.toml")
     small = [word for key, value in SMALL.items() for word in (f"--model.overrides.{key}", str(value))]

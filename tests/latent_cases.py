@@ -19,10 +19,10 @@ def name(case):
 
 def build(tp, cp, sp):
     """The layer with the same weights on any mesh."""
-    from titan_gdn.models.kimi_linear import kimi_linear
-    from titan_gdn.models.kimi_linear.sharding import set_latent_attention
 
-    model = kimi_linear(
+    from titan_gdn.models.kimi_linear import KimiLinearArguments
+
+    model = KimiLinearArguments(
         dim=WIDTH,
         n_layers=1,
         layer_types=["full_attention"],
@@ -32,10 +32,10 @@ def build(tp, cp, sp):
         qk_rope_head_dim=SHARED,
         value_head_dim=12,
         kv_lora_rank=COMPRESSED,
-    )
+    ).config()
     config = model.first_attention
     sharded = sp and tp > 1
-    set_latent_attention(config, sharded)
+    config.set_sharding(tp=tp, enable_sp=sharded)
     torch.manual_seed(0)
     layer = config.build()
     with torch.no_grad():

@@ -114,7 +114,7 @@ def split_layer(layer, exchange, tp, cp, sp, R, V, regather=False):
 
 def local(x, tp, cp, sp, order):
     """This rank's tokens of `[B, T, ...]`."""
-    from titan_gdn.parallel.sequence import shard_order
+    from titan_gdn.parallel.segments import shard_order
 
     parallel = dims(tp, cp)
     if cp > 1:
@@ -204,12 +204,12 @@ def round_trip_of_tokens():
         def project(x, groups):
             return x[:, :, None, :1] + torch.arange(groups.start, groups.stop)[:, None] * 10000
 
-        y, narrow, home = split.exchange.to_heads(mine, project, lambda x: x, GROUPS // tp, shards)
+        y, low_rank, x_local = split.exchange.to_heads(mine, project, lambda x: x, GROUPS // tp, shards)
         expected = numbers[:, :, None, :1] + torch.arange(run.start, run.stop)[:, None] * 10000
         here = local(numbers, tp, cp, False, order)
         back = split.exchange.to_tokens(y, shards)
         whole = here[:, :, None, :1] + torch.arange(GROUPS // tp)[:, None] * 10000
-        pairs = ((y, expected), (narrow, numbers), (home, here), (back, whole))
+        pairs = ((y, expected), (low_rank, numbers), (x_local, here), (back, whole))
         if not all(torch.equal(*pair) for pair in pairs):
             wrong.append((exchange, order, tp, cp, sp))
     return wrong
@@ -277,7 +277,7 @@ def powers(layer):
     Returns the number of segments and the 2-norms of this rank's inner ones' transitions (of the heads that
     forget slowly), and by how much errors grow with transitions that are wrong.
     """
-    from titan_gdn.parallel import state
+    from titan_gdn.parallel.exchange import state
 
     set_up()
     link, norms, case = state._Link, {}, ("state", "headtail", "one", (1, 4, False), 2, 12)

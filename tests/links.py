@@ -65,8 +65,9 @@ def race(options, namespaces=None, repeats=5):
     """Median seconds of each exchange, and what the cost model says of them with this link and this rank."""
     from tests import layer_cases
     from titan_gdn.bench.layer import mesh_of, prepare, run_once
-    from titan_gdn.parallel.cost import Machine, cost
-    from titan_gdn.parallel.traffic import EXCHANGES, traffic
+    from titan_gdn.parallel.cost import cost
+    from titan_gdn.parallel.exchange.registry import EXCHANGES, traffic
+    from titan_gdn.parallel.machine import Machine
 
     if namespaces is not None:
         _enter(namespaces[int(os.environ["RANK"])])
@@ -81,24 +82,24 @@ def race(options, namespaces=None, repeats=5):
                 seconds[name].append(spent)
     measured = {name: statistics.median(spent) for name, spent in seconds.items()}
 
-    _, shape, split = prepared["state"]
-    flops = _layer_flops(shape, split)
+    _, shape, batch = prepared["state"]
+    flops = _layer_flops(shape, batch)
     alone = _alone(options)
     latency, bandwidth = _link(mesh.get_mesh("cp"))
     machine = Machine(
         inside_bandwidth=bandwidth / 1e9, inside_latency=latency * 1e6, tflops=flops / alone / 1e12
     )
-    costs = {name: cost(traffic(name, shape, split), split, machine, False).total for name in EXCHANGES}
+    costs = {name: cost(traffic(name, shape, batch), batch, machine, False).total for name in EXCHANGES}
     return measured, {name: alone + spent for name, spent in costs.items()}, machine
 
 
-def _layer_flops(shape, split):
+def _layer_flops(shape, batch):
     """Of projections and rule, forward and backward, as this rank has them."""
     from titan_gdn.ops.flops import chunked_rule_flops
 
     projections = 3 * 2 * shape.width * (shape.exchanged + 2 * shape.output)
     heads = (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim)
-    return split.tokens_of_cp_rank * projections + sum(chunked_rule_flops(split.tokens_of_cp_rank, *heads))
+    return batch.tokens_of_cp_rank * projections + sum(chunked_rule_flops(batch.tokens_of_cp_rank, *heads))
 
 
 def _alone(options):

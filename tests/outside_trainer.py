@@ -28,14 +28,15 @@ class Model(torch.nn.Module):
 def block_on_a_mesh(exchange, backend):
     """Relative errors of three steps' outputs and gradients against the same block on one rank."""
     from titan_gdn.layers.linear_attention import LinearAttentionConfig
-    from titan_gdn.models.qwen3_next import qwen3_next
-    from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout, shard_order
+    from titan_gdn.models.qwen3_next import Qwen3NextArguments
+    from titan_gdn.parallel.segments import shard_order
+    from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    config = qwen3_next(
+    config = Qwen3NextArguments(
         dim=64, n_layers=1, n_experts=0, hidden_dim=96, n_linear_key_heads=4, n_linear_value_heads=8
-    )
+    ).config()
     block_config = config.layers[0]
     block_config.linear_attention.run = LinearAttentionConfig(exchange=exchange)
     torch.manual_seed(0)

@@ -14,9 +14,11 @@ from tests.draw import in_sets
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.hybrid import activation_checkpoint
 from titan_gdn.parallel.collectives import ALL_GATHER, ALL_TO_ALL
-from titan_gdn.parallel.exchange import AllGather, AllToAll, NoExchange
-from titan_gdn.parallel.state import StatePassing
-from titan_gdn.parallel.traffic import EXCHANGES
+from titan_gdn.parallel.exchange.all_gather import AllGather
+from titan_gdn.parallel.exchange.all_to_all import AllToAll
+from titan_gdn.parallel.exchange.local import NoExchange
+from titan_gdn.parallel.exchange.registry import EXCHANGES
+from titan_gdn.parallel.exchange.state import StatePassing
 
 FAMILIES = ("qwen3_next", "kimi_linear")
 MODES = {

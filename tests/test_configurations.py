@@ -105,14 +105,16 @@ def _sizes(draw, world_size, options):
 
 
 def _layers(draw, options):
-    bounds = ["none", -5] if options["model.name"] == "kimi_linear" else ["none"]
+    bound = {}
+    if options["model.name"] == "kimi_linear":
+        bound = {"model.overrides.lower_bound": draw.value(["none", -5], [5])}
     return {
         "linear_attention.exchange": draw.value(
             ["auto", "auto", "all_to_all", "all_gather", "state", "state"], ["ring"]
         ),
         "linear_attention.regather": draw.choice(["true", "false"]),
         "linear_attention.kernel": draw.value(["auto", "torch"], ["fla", "triton"]),
-        "linear_attention.lower_bound": draw.value(bounds, [-5, 5]),
+        **bound,
         "linear_attention.machine.across": draw.value(["infiniband", "efa", "tcp"], ["ethernet"]),
         "linear_attention.machine.tflops": draw.value([200, 400], [0]),
     }

@@ -12,8 +12,10 @@ from tests.draw import covering, in_sets, selected
 from tests.training import assert_same_numbers, dry_run, train
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config.load import ConfigError, load_config
-from titan_gdn.models.qwen3_next import qwen3_next
-from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, ShardedBatch, traffic
+from titan_gdn.models.qwen3_next import Qwen3NextArguments
+from titan_gdn.ops.rules import GATED_DELTA_RULE, KIMI_DELTA_RULE
+from titan_gdn.parallel.exchange.registry import EXCHANGES, traffic
+from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
 
 PAIRS = covering(layer_cases.CASES, 2)
 CASES = in_sets(
@@ -76,8 +78,10 @@ SHAPE = {
     "kernel_size": 4,
 }
 SHAPES = {
-    "gated_delta_net": LayerShape(exchanged=4 * (16 + 24 + 4), per_channel=False, **SHAPE),
-    "kimi_delta_attention": LayerShape(exchanged=4 * (16 + 24 + 2), bottleneck=6, per_channel=True, **SHAPE),
+    "gated_delta_net": LayerShape(exchanged=4 * (16 + 24 + 4), rule=GATED_DELTA_RULE, **SHAPE),
+    "kimi_delta_attention": LayerShape(
+        exchanged=4 * (16 + 24 + 2), low_rank=6, rule=KIMI_DELTA_RULE, **SHAPE
+    ),
 }
 
 
@@ -88,14 +92,14 @@ def test_recorded_bytes_are_those_of_the_model(layer, world_size):
     over_cp = collections.defaultdict(set)
     for options, row in ranks.run(layer_cases.traffic, world_size, layer, timeout=200)[0]:
         mesh = (options.cp, options.tp, options.sequence_parallel, options.order)
-        split = ShardedBatch(options.batch, options.tokens, *mesh, itemsize=4, regather=options.regather)
-        model = traffic(row["exchange"], SHAPES[layer], split)
-        for way, leg in (("forward", model.forward), ("backward", model.backward)):
-            assert row[f"cp {way} (bytes)"] == leg.cp_bytes, (row, options)
-            assert row[f"tp {way} (bytes)"] == leg.tp_bytes, (row, options)
-            over_cp[row["exchange"], mesh, options.regather, way].add(leg.cp_bytes)
-    assert sum(sum(sent) > 0 for sent in over_cp.values()) >= 8, "nothing crossed"
-    assert all(len(sent) == 1 for sent in over_cp.values())
+        batch = ShardedBatch(options.batch, options.tokens, *mesh, itemsize=4, regather=options.regather)
+        formula = traffic(row["exchange"], SHAPES[layer], batch)
+        for way, sent in (("forward", formula.forward), ("backward", formula.backward)):
+            assert row[f"cp {way} (bytes)"] == sent.cp_bytes, (row, options)
+            assert row[f"tp {way} (bytes)"] == sent.tp_bytes, (row, options)
+            over_cp[row["exchange"], mesh, options.regather, way].add(sent.cp_bytes)
+    assert sum(sum(bytes_) > 0 for bytes_ in over_cp.values()) >= 8, "nothing crossed"
+    assert all(len(bytes_) == 1 for bytes_ in over_cp.values())
 
 
 def test_gathering_again_keeps_no_gathered_states_and_gives_the_same_numbers():
@@ -192,7 +196,7 @@ def test_offsets_go_to_the_host_once_a_forward(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(x.shape) or original(x))
     for layers in (2, 6):
         _, overrides = hf.model(num_hidden_layers=layers, num_experts=0)
-        model = qwen3_next(**overrides).build()
+        model = Qwen3NextArguments(**overrides).config().build()
         model.init_states()
         transfers.clear()
         Reads.scalars = 0
@@ -231,12 +235,11 @@ def test_lengths_that_do_not_divide_are_refused_with_what_divides_them():
 
 def test_flex_attention_wants_whole_blocks(monkeypatch):
     from titan_gdn.layers.gated_attention import DocumentFlexAttention
-    from titan_gdn.models import qwen3_next as package
+    from titan_gdn.models.qwen3_next import model
 
-    monkeypatch.setattr(package, "device_type", "cuda")
-    assert isinstance(
-        package.flavors["debug"]().first_attention.inner_attention, DocumentFlexAttention.Config
-    )
+    monkeypatch.setattr(model, "device_type", "cuda")
+    config = model.Qwen3NextArguments().config()
+    assert isinstance(config.first_attention.inner_attention, DocumentFlexAttention.Config)
     assert "128 * context_parallel_degree = 256" in refused(
         CP, "2", "--training.seq_len", "640", world_size=2
     )

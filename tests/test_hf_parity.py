@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from tests import hf, ranks
 from tests.compare import relative_error
 from tests.draw import in_sets
-from titan_gdn.models.kimi_linear import KimiLinearStateDictAdapter, kimi_linear
+from titan_gdn.models.kimi_linear import KimiLinearArguments, KimiLinearStateDictAdapter
 from titan_gdn.models.kimi_linear.state_dict_adapter import published
-from titan_gdn.models.qwen3_next import Qwen3NextStateDictAdapter, qwen3_next
+from titan_gdn.models.qwen3_next import Qwen3NextArguments, Qwen3NextStateDictAdapter
 
 FAMILIES = {
-    "qwen3_next": (qwen3_next, Qwen3NextStateDictAdapter),
-    "kimi_linear": (kimi_linear, KimiLinearStateDictAdapter),
+    "qwen3_next": (Qwen3NextArguments, Qwen3NextStateDictAdapter),
+    "kimi_linear": (KimiLinearArguments, KimiLinearStateDictAdapter),
 }
 QWEN3_NEXT = {
     "as published, small": {},
@@ -76,8 +76,8 @@ def saved(model, folder):
 
 
 def ours(family, overrides, hf_state):
-    build, adapt = FAMILIES[family]
-    config = build(**overrides)
+    arguments, adapt = FAMILIES[family]
+    config = arguments(**overrides).config()
     model = config.build()
     model.init_states()
     adapter = adapt(config, None)
@@ -121,7 +121,7 @@ def test_the_published_configuration_has_every_number_and_parameter():
     # transformers' defaults are the 80B-A3B but for these (its `config.json`).
     rope = {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25}
     published = Qwen3NextConfig(intermediate_size=5120, max_position_embeddings=262144, rope_parameters=rope)
-    ours, theirs = qwen3_next(), qwen3_next(**hf.overrides(published))
+    ours, theirs = Qwen3NextArguments().config(), Qwen3NextArguments(**hf.overrides(published)).config()
     assert ours.to_dict() == theirs.to_dict()
     with torch.device("meta"):
         model, reference = ours.build(), Qwen3NextForCausalLM(published)
@@ -137,7 +137,10 @@ def test_the_published_kimi_linear_has_every_number_and_parameter():
     full = [4, 8, 12, 16, 20, 24, 27]
     kda = [i for i in range(1, 28) if i not in full]
     published = KimiLinearConfig(linear_attn_config={"full_attn_layers": full, "kda_layers": kda})
-    ours, theirs = kimi_linear(), kimi_linear(**hf.kimi_overrides(published))
+    ours, theirs = (
+        KimiLinearArguments().config(),
+        KimiLinearArguments(**hf.kimi_overrides(published)).config(),
+    )
     assert ours.to_dict() == theirs.to_dict()
     with torch.device("meta"):
         model, reference = ours.build(), KimiLinearForCausalLM(published)
@@ -147,8 +150,10 @@ def test_the_published_kimi_linear_has_every_number_and_parameter():
 
 
 def test_flops_of_linear_layers_do_not_grow_with_the_sequence():
-    linear = qwen3_next(**hf.overrides(hf.model(layer_types=["linear_attention"] * 4)[0].config))
-    mixed = qwen3_next(**hf.overrides(hf.model()[0].config))
+    linear = Qwen3NextArguments(
+        **hf.overrides(hf.model(layer_types=["linear_attention"] * 4)[0].config)
+    ).config()
+    mixed = Qwen3NextArguments(**hf.overrides(hf.model()[0].config)).config()
     flops = {}
     for config in (linear, mixed):
         model = config.build()
@@ -159,7 +164,7 @@ def test_flops_of_linear_layers_do_not_grow_with_the_sequence():
 
 
 def test_flops_of_latent_attention_are_those_of_its_two_widths():
-    config = kimi_linear(**hf.model("kimi_linear")[1])
+    config = KimiLinearArguments(**hf.model("kimi_linear")[1]).config()
     model = config.build()
     short, long = (config.get_nparams_and_flops(model, length)[1] for length in (1024, 2048))
     assert long - short == 6 * 4 * (16 + 8 + 12) * 1024  # as above, scores of 24 and values of 12

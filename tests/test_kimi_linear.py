@@ -11,8 +11,10 @@ from tests.layer_cases import LENGTH
 from tests.training import assert_same_numbers, dry_run, train
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config.load import ConfigError, load_config
-from titan_gdn.layers.linear_attention import LinearAttentionConfig
-from titan_gdn.models.kimi_linear import kimi_linear
+from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
+from titan_gdn.layers.linear_attention import Widths
+from titan_gdn.models.hybrid.block import linear_layers
+from titan_gdn.models.kimi_linear import KimiLinearArguments
 from titan_gdn.parallel.sequence import SequenceLayout
 
 TOML = os.path.join(os.path.dirname(__file__), "..", "train_configs", "kimi_linear_debug.toml")
@@ -22,7 +24,7 @@ def test_latent_attention_is_that_of_transformers():
     """Output and the gradient of everything, with the same weights."""
     theirs, overrides = hf.model("kimi_linear")
     theirs = theirs.model.layers[3].self_attn
-    ours = kimi_linear(**overrides).first_attention.build()
+    ours = KimiLinearArguments(**overrides).config().first_attention.build()
     names = {
         "wq": "q_proj",
         "wkv_a": "kv_a_proj_with_mqa",
@@ -46,8 +48,9 @@ def test_latent_attention_is_that_of_transformers():
 
 @pytest.mark.parametrize(("bound", "strongest"), [(-5.0, -5.0), (None, -100.0)])
 def test_a_bound_of_the_decay_reaches_the_layer(bound, strongest):
-    config = kimi_linear(dim=32, n_layers=1, layer_types=["linear_attention"], n_experts=0).linear_layers()[0]
-    config.run = LinearAttentionConfig(lower_bound=bound)
+    config = KimiDeltaAttention.configure(
+        Widths(dim=32, key_heads=32, value_heads=32, key_dim=128, value_dim=128), bound
+    )
     layer = config.build()
     layer.init_states()
     narrow, beta = torch.full((1, 3, config.f_a.out_features), 1e3), torch.zeros(1, 3, 32, 1)
@@ -158,19 +161,19 @@ def test_the_million_token_run_is_valid_at_full_size_and_runs_dry_when_scaled_do
 
 
 def test_the_published_order_of_layers_is_the_default():
-    layers = kimi_linear().layers
+    layers = KimiLinearArguments().config().layers
     assert [i + 1 for i, layer in enumerate(layers) if layer.attention] == [4, 8, 12, 16, 20, 24, 27]
     assert [i for i, layer in enumerate(layers) if layer.feed_forward] == [0]
 
 
 def test_heads_that_do_not_divide_are_refused_by_their_name():
     argv = [CP, "2", TP, "4", *EXCHANGE]
-    with pytest.raises(ConfigError, match="Kimi Delta Attention: the 4 key heads do not divide"):
+    with pytest.raises(ConfigError, match="Kimi Delta Attention: the 4 key heads are not divisible"):
         load_config(["--job.config_file", TOML, *argv], 8)
 
 
 NONSENSE = {
-    "n_dense_layers=-1": "at least 0",
+    "n_dense_layers=-1": "a number from 0 to n_layers = 4",
     "route_scale=0.0": "positive",
     "kv_lora_rank=0": "at least 1",
     "n_linear_value_heads=6": "divisor of n_linear_value_heads = 6",
@@ -185,9 +188,13 @@ def test_a_model_that_cannot_be_is_refused_with_what_is_possible(override):
         load_config(["--job.config_file", TOML, f"--model.overrides.{override}"], 2)
 
 
-def test_a_bound_of_the_decay_is_refused_by_a_model_that_has_none():
-    argv = ["--linear_attention.lower_bound", "-5.0"]
-    config = load_config(["--job.config_file", TOML, *argv], 2)
-    assert all(layer.run.lower_bound == -5.0 for layer in config.model_spec.model.linear_layers())
-    with pytest.raises(ConfigError, match="lower_bound = -5.0"):
+def test_the_bound_of_the_decay_belongs_to_the_model():
+    argv = ["--model.overrides.lower_bound", "-5.0"]
+    model = load_config(["--job.config_file", TOML, *argv], 2).model_spec.model
+    assert all(layer.lower_bound == -5.0 for layer in linear_layers(model.layers))
+    with pytest.raises(ConfigError, match='unknown key "lower_bound"'):
         load_config(["--job.config_file", TOML.replace("kimi_linear", "qwen3_next"), *argv], 2)
+    with pytest.raises(ConfigError, match=r"it is \[model.overrides\] lower_bound"):
+        load_config(["--job.config_file", TOML, "--linear_attention.lower_bound", "-5.0"], 2)
+    with pytest.raises(ConfigError, match="lower_bound = 5.0: expected a negative"):
+        load_config(["--job.config_file", TOML, "--model.overrides.lower_bound", "5.0"], 2)

@@ -16,8 +16,8 @@ from tests import hf, ranks
 from tests.draw import covering, in_sets
 from tests.training import train, train_until
 from titan_gdn.config.load import ConfigError, load_config
-from titan_gdn.models.kimi_linear import kimi_linear
-from titan_gdn.models.qwen3_next import qwen3_next
+from titan_gdn.models.kimi_linear import KimiLinearArguments
+from titan_gdn.models.qwen3_next import Qwen3NextArguments
 from titan_gdn.parallel.sequence import SequenceLayout
 
 DOCUMENTS = [0, 40, 41, 43, 46, 110, 180, 256]
@@ -28,7 +28,7 @@ def positions_of(cu_seqlens, batch):
     return row.expand(batch, -1).contiguous()
 
 
-BUILDERS = {"qwen3_next": qwen3_next, "kimi_linear": kimi_linear}
+BUILDERS = {"qwen3_next": Qwen3NextArguments, "kimi_linear": KimiLinearArguments}
 every_family = pytest.mark.parametrize("family", BUILDERS)
 
 
@@ -38,7 +38,7 @@ def test_a_document_does_not_depend_on_its_neighbours(family, experts, tolerance
     """Outputs and gradients of the embeddings, after every token of one document is changed."""
     torch.manual_seed(0)
     _, overrides = hf.model(family, **({} if experts else hf.without_experts(family)))
-    model = BUILDERS[family](**overrides).build()
+    model = BUILDERS[family](**overrides).config().build()
     model.init_states()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,7 +66,7 @@ def test_a_document_does_not_depend_on_its_neighbours(family, experts, tolerance
 
 def test_without_positions_every_row_is_a_document():
     _, overrides = hf.model(num_experts=0)
-    model = qwen3_next(**overrides).build()
+    model = Qwen3NextArguments(**overrides).config().build()
     model.init_states()
     tokens = torch.randint(0, 264, (2, 50))
     torch.testing.assert_close(model(tokens), torch.cat([model(row[None]) for row in tokens]))
@@ -74,7 +74,7 @@ def test_without_positions_every_row_is_a_document():
 
 def test_all_layers_turn_by_one_table():
     _, overrides = hf.model(num_experts=0, layer_types=["full_attention"] * 4)
-    model = qwen3_next(**overrides).build()
+    model = Qwen3NextArguments(**overrides).config().build()
     tables = [layer.attention.rope.cache for layer in model.layers.values()]
     model.init_states()
     shared = [layer.attention.rope.cache for layer in model.layers.values()]
@@ -132,7 +132,7 @@ def test_groups_of_parameters_are_refused_as_the_optimizer_refuses_them(patterns
 @pytest.mark.parametrize("patterns", [["norm"], ["^layers", "^norm", "^lm_head"]])
 def test_groups_that_leave_parameters_out_are_refused(patterns, tmp_path):
     with pytest.raises(
-        ConfigError, match="no pattern matches .* parameters, such as .*: add a last group of"
+        ConfigError, match="no pattern matches .* parameters, such as .*: add a last group with"
     ):
         load_config(grouped(tmp_path, *patterns), 1)
 
@@ -149,25 +149,28 @@ def test_groups_of_parameters_are_to_be_on_every_stage(tmp_path):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--training.no-disable_cuda_graphs", "training.disable_cuda_graphs = false: document offsets"),
+        ("--training.no-disable_cuda_graphs", "training.disable_cuda_graphs = false: each forward copies"),
         (
             "--activation_checkpoint.mode selective --activation_checkpoint.debug",
             "activation_checkpoint.debug",
         ),
-        ("--lr_scheduler.total_steps 0", "[lr_scheduler] total_steps = 0: expected at least 1"),
-        ("--lr_scheduler.decay_ratio nan", "[lr_scheduler] decay_ratio = nan: expected a number from 0 to 1"),
-        ("--lr_scheduler.min_lr_factor -1", "[lr_scheduler] min_lr_factor = -1"),
-        ("--comm.train_timeout_seconds 0", "[comm] train_timeout_seconds = 0: expected at least 1"),
+        ("--lr_scheduler.total_steps 0", "lr_scheduler.total_steps = 0: expected at least 1"),
+        ("--lr_scheduler.decay_ratio nan", "lr_scheduler.decay_ratio = nan: expected a number from 0 to 1"),
+        ("--lr_scheduler.min_lr_factor -1", "lr_scheduler.min_lr_factor = -1"),
+        ("--comm.train_timeout_seconds 0", "comm.train_timeout_seconds = 0: expected at least 1"),
         (
             "--profiler.enable_profiling --profiler.profile_freq 3",
-            "[profiler] profile_freq = 3: expected at least 4",
+            "profiler.profile_freq = 3: expected at least 4",
         ),
-        ("--profiler.profiler_active 0", "[profiler] profiler_active = 0: expected at least 1"),
-        ("--profiler.enable_memory_snapshot", "[profiler] enable_memory_snapshot is of a GPU's memory"),
-        ("--dataloader.num_workers -1", "[dataloader] num_workers = -1: expected at least 0"),
+        ("--profiler.profiler_active 0", "profiler.profiler_active = 0: expected at least 1"),
+        (
+            "--profiler.enable_memory_snapshot",
+            "profiler.enable_memory_snapshot = true: it records GPU memory",
+        ),
+        ("--dataloader.num_workers -1", "dataloader.num_workers = -1: expected at least 0"),
         (
             "--validator.enable --validator.steps -1 --validator.dataloader.infinite",
-            "[validator] steps = -1 takes",
+            "validator.steps = -1 reads the data to their end",
         ),
     ],
 )
@@ -181,7 +184,7 @@ def test_what_would_end_in_a_step_is_refused_before_the_job(option, said):
 def test_a_file_that_is_no_tokenizer_is_refused(text, tmp_path):
     (tmp_path / "tokenizer.json").write_text(text)
     argv = ["--job.config_file", "train_configs/qwen3_next_debug.toml"]
-    with pytest.raises(ConfigError, match="its tokenizer.json is none of Hugging Face's"):
+    with pytest.raises(ConfigError, match="its tokenizer.json is not a Hugging Face tokenizer"):
         load_config([*argv, "--model.hf_assets_path", str(tmp_path)], 1)
 
 
@@ -365,7 +368,7 @@ NONSENSE = {
     "expert_hidden_dim=3": "multiple of 8",
     "partial_rotary_factor=0.1": "even number",
     "partial_rotary_factor=2.0": "even number",
-    "yarn_factor=0.5": "from 1",
+    "yarn_factor=0.5": "at least 1",
     "norm_eps=-1": "between 0 and 1",
     "rope_theta=0": "above 1",
     "load_balance_coeff=-1": "positive",
@@ -391,7 +394,7 @@ def test_a_model_that_cannot_be_is_refused_with_what_is_possible(override):
         ("--metrics.log_freq 0", "at least 1"),
         ("--linear_attention.kernel fla", "needs a GPU"),
         ("--training.enable_cpu_offload", "on the CPU already"),
-        ("--checkpoint.create_seed_checkpoint", "needs enable"),
+        ("--checkpoint.create_seed_checkpoint", "needs checkpoint.enable"),
         ("--debug.spmd_typechecking", "not supported"),
         ("--compile.enable", "grouped products in float32"),
         ("--parallelism.tensor_parallel_degree 8", "4 key heads"),

@@ -19,11 +19,14 @@ from titan_gdn.bench.rule import _peak_of_allocations
 from titan_gdn.config.load import load_config
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.pipeline import stages_of
-from titan_gdn.models.kimi_linear import kimi_linear
-from titan_gdn.models.qwen3_next import qwen3_next
-from titan_gdn.parallel.cost import Machine, choose
+from titan_gdn.models.kimi_linear import KimiLinearArguments
+from titan_gdn.models.qwen3_next import Qwen3NextArguments
+from titan_gdn.ops.rules import GATED_DELTA_RULE
+from titan_gdn.parallel.cost import choose
+from titan_gdn.parallel.exchange.registry import traffic
+from titan_gdn.parallel.machine import Machine
 from titan_gdn.parallel.sequence import SequenceLayout
-from titan_gdn.parallel.traffic import LayerShape, ShardedBatch, traffic
+from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
 from titan_gdn.plan.__main__ import main
 from titan_gdn.plan.block_memory import block_memory
 from titan_gdn.plan.plan import make_plan
@@ -32,7 +35,7 @@ QWEN, KIMI = "train_configs/qwen3_next_1M.toml", "train_configs/kimi_linear_1M.t
 LARGE = "train_configs/qwen3_next_80B.toml"
 GDN = LayerShape(
     width=2048, exchanged=8256, output=4096, key_heads=16, value_heads=32, key_dim=128, value_dim=128,
-    channels=8192, kernel_size=4, per_channel=False,
+    channels=8192, kernel_size=4, rule=GATED_DELTA_RULE,
 )  # fmt: skip
 MILLION = ShardedBatch(1, 2**20, cp=2, tp=8, sequence_parallel=True, order="headtail", itemsize=2)
 
@@ -138,10 +141,10 @@ def test_a_sweep_marks_what_is_impossible_and_where_the_choice_changes(printed):
     assert "Between cp 2 and 4 auto changes from all_gather to all_to_all." in told
     assert "Between cp 8 and 16 auto changes from all_to_all to state." in told
     assert told.count("auto changes") == 2
-    assert "cp 3 is impossible: " in told and "does not make WORLD_SIZE 64" in told
+    assert "cp 3 is impossible: " in told and "expected a product of WORLD_SIZE = 64" in told
 
     told = printed("--sweep", "cp=2,4")  # of 2 key heads a TP rank
-    assert "cp 4: all_to_all and all_gather are impossible: the 16 key heads do not divide" in told
+    assert "cp 4: all_to_all and all_gather are impossible because the 16 key heads are not divisible" in told
     assert "and state" not in told
 
 
@@ -149,7 +152,7 @@ def test_data_parallelism_takes_the_ranks_that_a_sweep_leaves(printed):
     fixed = ["--parallelism.data_parallel_shard_degree", "4", "--json"]
     told = json.loads(printed(*fixed, "--sweep", "cp=2,4"))["sweep"]
     assert told["key"] == "cp"
-    assert [told["values"][cp][0]["split"]["cp"] for cp in ("2", "4")] == [2, 4]
+    assert [told["values"][cp][0]["batch"]["cp"] for cp in ("2", "4")] == [2, 4]
     lengths = json.loads(printed("--json", "--sweep", "seq_len=4096,1048576"))["sweep"]["values"]
     state = [lengths[length][0]["exchanges"]["state"]["forward"] for length in ("4096", "1048576")]
     assert state[0]["cp_bytes"] == state[1]["cp_bytes"]
@@ -187,20 +190,20 @@ def test_what_this_machine_lacks_is_no_matter(printed):
         "--linear_attention.kernel", "fla", "--training.enable_cpu_offload", "--checkpoint.async_mode",
         "async_with_pinned_mem", "--comm.mode", "fake_backend", file=LARGE,
     )  # fmt: skip
-    assert "Without context parallelism nothing is exchanged." in told
+    assert "Without context parallelism there is no exchange." in told
     assert "parameters, sharded 0.00" in told
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "--job.config_file FILE.toml is missing"),
-        (["--job.config_file", QWEN], "--world-size N is missing"),
+        ([], "--job.config_file FILE.toml, the run to plan, is missing"),
+        (["--job.config_file", QWEN], "--world-size N, the number of ranks to plan for, is missing"),
         (["--job.config_file", QWEN, "--world-size", "0"], "--world-size 0: expected"),
         (["--job.config_file", QWEN, "--world-size", "many"], "--world-size many: expected"),
         (["--job.config_file", QWEN, "--world-size"], "--world-size"),
         (["--job.config_file", QWEN, "--world-size", "48", "--training.stepps", "1"], 'Did you mean "steps"'),
-        (["--job.config_file", QWEN, "--world-size", "60"], "does not make WORLD_SIZE 60"),
+        (["--job.config_file", QWEN, "--world-size", "60"], "expected a product of WORLD_SIZE = 60"),
         (["--job.config_file", "nowhere.toml", "--world-size", "64"], "No such file"),
     ],
 )
@@ -230,11 +233,11 @@ def test_sweeps_and_plots_are_refused_before_anything_is_read(refused, option, w
         ("--linear_attention.exchange all_to_all --parallelism.context_parallel_degree 4", "16 key heads"),
         ("--training.seq_len 1000064", "128 * context_parallel_degree"),  # of FlexAttention, on GPUs
         ("--training.seq_len 2097152", "rotary"),
-        ("--sweep cp=5,7 --plot cp.png", "--plot: nothing of the sweep can be"),
+        ("--sweep cp=5,7 --plot cp.png", "--plot: all values of the sweep are impossible"),
         ("--parallelism.context_parallel_degree 1 --sweep seq_len=8192 --plot cp.png", "--plot: without"),
         ("--linear_attention.machine.memory 1 --parallelism.context_parallel_degree 1", None),
         ("--activation_checkpoint.mode selective "
-         "--activation_checkpoint.force_recompute_mm_shapes_by_fqns moe", "[activation_checkpoint] force_"),
+         "--activation_checkpoint.force_recompute_mm_shapes_by_fqns moe", "[activation_checkpoint]: force_"),
     ],
 )  # fmt: skip
 def test_degrees_sizes_and_the_model_are_checked(printed, refused, argv, words):
@@ -308,11 +311,15 @@ def shards(argv, world_size):
 
 
 BLOCKS = {
-    "gated delta net": (qwen3_next, {"n_experts": 0}, "linear_attention"),
-    "gated attention": (qwen3_next, {"n_experts": 0}, "full_attention"),
-    "gated delta net, experts": (qwen3_next, {"n_experts": 8, "n_experts_per_token": 2}, "linear_attention"),
-    "kimi delta attention": (kimi_linear, {"n_experts": 0}, "linear_attention"),
-    "latent attention": (kimi_linear, {"n_experts": 0}, "full_attention"),
+    "gated delta net": (Qwen3NextArguments, {"n_experts": 0}, "linear_attention"),
+    "gated attention": (Qwen3NextArguments, {"n_experts": 0}, "full_attention"),
+    "gated delta net, experts": (
+        Qwen3NextArguments,
+        {"n_experts": 8, "n_experts_per_token": 2},
+        "linear_attention",
+    ),
+    "kimi delta attention": (KimiLinearArguments, {"n_experts": 0}, "linear_attention"),
+    "latent attention": (KimiLinearArguments, {"n_experts": 0}, "full_attention"),
 }
 POLICIES = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
@@ -326,7 +333,7 @@ def test_what_a_block_keeps_and_holds_is_what_the_allocator_says(name, policy):
     widths = {"dim": 128, "n_heads": 4, "n_linear_key_heads": 4, "n_linear_value_heads": 4}
     widths |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "hidden_dim": 384}
     widths |= {"expert_hidden_dim": 96, "shared_expert_hidden_dim": 96}
-    config = build(n_layers=1, layer_types=[kind], **widths, **options).layers[0]
+    config = build(n_layers=1, layer_types=[kind], **widths, **options).config().layers[0]
     if config.linear_attention is not None:
         config.linear_attention.run = LinearAttentionConfig(kernel="torch")
 
@@ -334,8 +341,8 @@ def test_what_a_block_keeps_and_holds_is_what_the_allocator_says(name, policy):
         policy_ = POLICIES[policy]
         return block if policy_ is None else policy_.build()._wrap_block(block, base_fqn="layers.0")
 
-    split = ShardedBatch(2, 2048, cp=1, tp=1, sequence_parallel=True, order="contiguous", itemsize=4)
-    told = block_memory(config.build(), 128, split, torch.float32, checkpointed)
+    batch = ShardedBatch(2, 2048, cp=1, tp=1, sequence_parallel=True, order="contiguous", itemsize=4)
+    told = block_memory(config.build(), 128, batch, torch.float32, checkpointed)
     block = config.build()
     block.init_states()
     kept, peak = allocated(checkpointed(block), block, 2, 2048, 128)

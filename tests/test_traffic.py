@@ -15,20 +15,16 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.hybrid.activation_checkpoint import MemoryBudgetAC, SelectiveAC
+from titan_gdn.models.hybrid.block import linear_layers
 from titan_gdn.models.hybrid.exchange_choice import recomputes, saved_exchanges
-from titan_gdn.models.kimi_linear import kimi_linear
-from titan_gdn.models.qwen3_next import qwen3_next
+from titan_gdn.models.kimi_linear import KimiLinearArguments
+from titan_gdn.models.qwen3_next import Qwen3NextArguments
 from titan_gdn.ops import chunk_gated_delta_rule, chunk_kda
-from titan_gdn.parallel.cost import LINKS, Choice, Cost, Link, Machine, choose, cost
-from titan_gdn.parallel.traffic import (
-    EXCHANGES,
-    LayerShape,
-    PassCost,
-    ShardedBatch,
-    Traffic,
-    impossible,
-    traffic,
-)
+from titan_gdn.ops.rules import GATED_DELTA_RULE, KIMI_DELTA_RULE
+from titan_gdn.parallel.cost import Choice, Cost, choose, cost
+from titan_gdn.parallel.exchange.registry import EXCHANGES, impossible, traffic
+from titan_gdn.parallel.machine import LINKS, Link, Machine
+from titan_gdn.parallel.traffic import LayerShape, PassCost, ShardedBatch, Traffic
 
 QWEN3_NEXT = LayerShape(
     width=2048,
@@ -40,33 +36,33 @@ QWEN3_NEXT = LayerShape(
     value_dim=128,
     channels=8192,
     kernel_size=4,
-    per_channel=False,
+    rule=GATED_DELTA_RULE,
 )
 KIMI_LINEAR = LayerShape(
     width=2304,
     exchanged=32 * (3 * 128 + 1),
     output=4096,
-    bottleneck=128,
+    low_rank=128,
     key_heads=32,
     value_heads=32,
     key_dim=128,
     value_dim=128,
     channels=12288,
     kernel_size=4,
-    per_channel=True,
+    rule=KIMI_DELTA_RULE,
 )
 SHAPES = {"Qwen3-Next": QWEN3_NEXT, "Kimi Linear": KIMI_LINEAR}
 MILLION = 1 << 20
 
 
-def split(cp, tp=1, length=MILLION, order="headtail", **others) -> ShardedBatch:
-    options = {"batch": 1, "sequence_parallel": True, "itemsize": 2} | others
+def sharded(cp, tp=1, length=MILLION, order="headtail", **others) -> ShardedBatch:
+    options = {"rows": 1, "sequence_parallel": True, "itemsize": 2} | others
     return ShardedBatch(length=length, cp=cp, tp=tp, order=order, **options)
 
 
 def test_models_have_the_published_shapes():
-    assert qwen3_next().linear_layers()[0].shape() == QWEN3_NEXT
-    assert kimi_linear().linear_layers()[0].shape() == KIMI_LINEAR
+    assert linear_layers(Qwen3NextArguments().config().layers)[0].shape() == QWEN3_NEXT
+    assert linear_layers(KimiLinearArguments().config().layers)[0].shape() == KIMI_LINEAR
     assert QWEN3_NEXT.exchanged + QWEN3_NEXT.output == 12352
 
 
@@ -75,12 +71,12 @@ def test_models_have_the_published_shapes():
 
 def over_cp(name: str, shape: LayerShape, where: ShardedBatch, way: str) -> int:
     """DESIGN section 4, in bytes."""
-    T, B, cp, tp, item = where.length, where.batch, where.cp, where.tp, where.itemsize
+    T, B, cp, tp, item = where.length, where.rows, where.cp, where.tp, where.itemsize
     between = B * T / (cp * tp) if where.sequence_parallel else B * T / cp
     back = B * T / cp * shape.output / tp * (cp - 1) / cp
     if name == "all_to_all":
         crossing = B * T / cp * shape.exchanged / tp * (cp - 1) / cp
-        return item * (crossing + between * shape.bottleneck * (cp - 1) + back)
+        return item * (crossing + between * shape.low_rank * (cp - 1) + back)
     if name == "all_gather":
         gathered = between * shape.width * (cp - 1)
         return item * (gathered + back + (gathered if way == "backward" and where.regather else 0))
@@ -91,14 +87,14 @@ def over_cp(name: str, shape: LayerShape, where: ShardedBatch, way: str) -> int:
 
 
 def over_tp(name: str, shape: LayerShape, where: ShardedBatch, way: str) -> int:
-    T, B, cp, tp, item, D = where.length, where.batch, where.cp, where.tp, where.itemsize, shape.width
+    T, B, cp, tp, item, D = where.length, where.rows, where.cp, where.tp, where.itemsize, shape.width
     output = B * T / cp * D * (tp - 1) / tp
     if not where.sequence_parallel:
         return item * 2 * output
     gathered = (B * T if name == "all_gather" else B * T / cp) * D * (tp - 1) / tp
-    narrow = B * T * shape.bottleneck * (tp - 1) / tp if name == "all_to_all" else 0
+    low_rank = B * T * shape.low_rank * (tp - 1) / tp if name == "all_to_all" else 0
     again = gathered if name == "all_gather" and way == "backward" and where.regather else 0
-    return item * (gathered + narrow + output + again)
+    return item * (gathered + low_rank + output + again)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -116,14 +112,14 @@ def test_bytes_are_those_of_the_formulas(shape, name, regather, order):
     ]:
         where = ShardedBatch(batch, MILLION, cp, tp, sp, order, item, regather)
         found = traffic(name, shape, where)
-        for way, leg in (("forward", found.forward), ("backward", found.backward)):
-            assert leg.cp_bytes == over_cp(name, shape, where, way)
-            assert leg.tp_bytes == over_tp(name, shape, where, way)
+        for way, sent in (("forward", found.forward), ("backward", found.backward)):
+            assert sent.cp_bytes == over_cp(name, shape, where, way)
+            assert sent.tp_bytes == over_tp(name, shape, where, way)
 
 
 def test_some_bytes_are_these():
     """Worked out on paper: Qwen3-Next's 1M tokens at TP 8, CP 2, the published run."""
-    sent = {name: traffic(name, QWEN3_NEXT, split(2, 8)) for name in EXCHANGES}
+    sent = {name: traffic(name, QWEN3_NEXT, sharded(2, 8)) for name in EXCHANGES}
     assert sent["all_to_all"].forward.cp_bytes == 2 * 524288 * (1032 + 512) // 2 == 809_500_672
     assert sent["all_gather"].forward.cp_bytes == 2 * (65536 * 2048 + 524288 * 512 // 2) == 536_870_912
     assert sent["state"].forward.cp_bytes == 4 * 2 * 4 * 128 * 256 + 2 * 2 * 3 * 1024 == 1_060_864
@@ -133,18 +129,18 @@ def test_some_bytes_are_these():
 def test_published_widths_of_kda_give_the_published_ratio():
     """GLM-5.3-Flash, D 4096 and 64 heads of 128, at CP 2: all-to-all over all-gather, in, and in and out."""
 
-    def ratios(exchanged, bottleneck=0):
+    def ratios(exchanged, low_rank=0):
         shape = replace(
             KIMI_LINEAR,
             width=4096,
             exchanged=exchanged,
             output=64 * 128,
-            bottleneck=bottleneck,
+            low_rank=low_rank,
             key_heads=64,
             value_heads=64,
         )
         sent = [
-            traffic(name, shape, split(2, length=1024)).forward.cp_bytes
+            traffic(name, shape, sharded(2, length=1024)).forward.cp_bytes
             for name in ("all_to_all", "all_gather")
         ]
         out = 2 * 512 * 64 * 128 // 2
@@ -152,14 +148,14 @@ def test_published_widths_of_kda_give_the_published_ratio():
 
     everything = 64 * (3 * 128 + 2 * 128) + 64  # q, k, the decay gate, v, the output gate, beta
     assert ratios(everything) == pytest.approx((5.0, 3.0), abs=0.01)
-    ours = 64 * (2 * 128 + 128) + 64  # both gates stay, but for the bottleneck of one
-    assert ratios(ours, bottleneck=128) == pytest.approx((3.04, 2.02), abs=0.01)
+    ours = 64 * (2 * 128 + 128) + 64  # both gates stay, but for the low_rank of one
+    assert ratios(ours, low_rank=128) == pytest.approx((3.04, 2.02), abs=0.01)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_bytes_over_cp_grow_with_the_sequence_but_for_states(shape):
     for name in EXCHANGES:
-        short, long = (traffic(name, shape, split(4, length=length)) for length in (4096, MILLION))
+        short, long = (traffic(name, shape, sharded(4, length=length)) for length in (4096, MILLION))
         for way in ("forward", "backward"):
             ratio = getattr(long, way).cp_bytes / getattr(short, way).cp_bytes
             assert ratio == (1 if name == "state" else 256)
@@ -168,7 +164,7 @@ def test_bytes_over_cp_grow_with_the_sequence_but_for_states(shape):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sp", [False, True])
 def test_without_cp_nothing_crosses_it_and_exchanges_are_alike(shape, sp):
-    alone, *others = (traffic(name, shape, split(1, 8, sequence_parallel=sp)) for name in EXCHANGES)
+    alone, *others = (traffic(name, shape, sharded(1, 8, sequence_parallel=sp)) for name in EXCHANGES)
     assert all(other == alone for other in others)
     assert alone.forward == alone.backward
     assert (alone.forward.cp_bytes, alone.forward.cp_messages, alone.forward.flops) == (0, 0, 0)
@@ -182,7 +178,7 @@ def test_collectives_are_counted(regather):
     again = int(regather)
     expected = {
         ("all_to_all", "Qwen3-Next"): ((2, 2), (2, 2)),
-        ("all_to_all", "Kimi Linear"): ((3, 3), (3, 3)),  # its bottleneck
+        ("all_to_all", "Kimi Linear"): ((3, 3), (3, 3)),  # its low_rank
         ("all_gather", "Qwen3-Next"): ((2, 2 + again), (2, 2 + again)),
         ("all_gather", "Kimi Linear"): ((2, 2 + again), (2, 2 + again)),
         ("state", "Qwen3-Next"): ((2, 2), (2, 2)),
@@ -190,14 +186,14 @@ def test_collectives_are_counted(regather):
     }
     for (name, layer), (cp, tp) in expected.items():
         for degree, sp, messages in ((1, True, (0, 0)), (8, False, (1, 1)), (8, True, tp)):
-            where = split(4, degree, sequence_parallel=sp, regather=regather)
+            where = sharded(4, degree, sequence_parallel=sp, regather=regather)
             found = traffic(name, SHAPES[layer], where)
             assert (found.forward.cp_messages, found.backward.cp_messages) == cp
             assert (found.forward.tp_messages, found.backward.tp_messages) == messages
 
 
 def test_a_convolution_of_one_token_has_no_halo():
-    sent = traffic("state", replace(QWEN3_NEXT, kernel_size=1), split(4))
+    sent = traffic("state", replace(QWEN3_NEXT, kernel_size=1), sharded(4))
     assert sent.forward.cp_messages == 1
     assert sent.forward.cp_bytes == 4 * 2 * 32 * 128 * 256 * 3
 
@@ -212,7 +208,7 @@ def test_a_convolution_of_one_token_has_no_halo():
 def test_the_second_pass_of_states_costs_what_the_counter_counts(layer, cp, order, inner):
     shape, tp, T = SHAPES[layer], 2, 4096
     G, N, K, V = shape.key_heads // tp, shape.value_heads // tp, shape.key_dim, shape.value_dim
-    rule, channels = (chunk_kda, (K,)) if shape.per_channel else (chunk_gated_delta_rule, ())
+    rule, channels = (chunk_kda, (K,)) if shape.rule.per_channel else (chunk_gated_delta_rule, ())
     counted = []
     with FakeTensorMode():
         q, k = torch.empty(2, 1, T // cp, G, K, requires_grad=True)
@@ -224,7 +220,7 @@ def test_the_second_pass_of_states_costs_what_the_counter_counts(layer, cp, orde
         with FlopCounterMode(display=False) as counter:
             state.sum().backward()
         counted.append(counter.get_total_flops())
-    found = traffic("state", shape, split(cp, tp, length=T, order=order))
+    found = traffic("state", shape, sharded(cp, tp, length=T, order=order))
     product = 2 * K * K * V * N
     own = 0 if not inner else (2 if order == "headtail" else 1)
     assert found.forward.flops == counted[0] + inner * product
@@ -232,28 +228,28 @@ def test_the_second_pass_of_states_costs_what_the_counter_counts(layer, cp, orde
     assert all(counted)
 
 
-def test_head_exchanges_compute_a_bottleneck_more_or_less_often():
+def test_head_exchanges_compute_a_low_rank_product_more_or_less_often():
     for name in ("all_to_all", "all_gather"):
-        assert traffic(name, QWEN3_NEXT, split(4, 8)).backward.flops == 0
+        assert traffic(name, QWEN3_NEXT, sharded(4, 8)).backward.flops == 0
     product = 2 * 2304 * 128  # of a token
     own = MILLION // 4
-    gathered = traffic("all_gather", KIMI_LINEAR, split(4, 8))
+    gathered = traffic("all_gather", KIMI_LINEAR, sharded(4, 8))
     assert gathered.forward.flops == product * (MILLION - own) == gathered.backward.flops // 2
-    exchanged = traffic("all_to_all", KIMI_LINEAR, split(4, 8))
+    exchanged = traffic("all_to_all", KIMI_LINEAR, sharded(4, 8))
     assert exchanged.forward.flops == product * (own // 8 - own) == exchanged.backward.flops // 2
-    exchanged = traffic("all_to_all", KIMI_LINEAR, split(4, 8, sequence_parallel=False))
+    exchanged = traffic("all_to_all", KIMI_LINEAR, sharded(4, 8, sequence_parallel=False))
     assert exchanged.forward.flops == exchanged.backward.flops == 0
 
 
 def test_gathering_again_projects_again():
-    kept, again = (traffic("all_gather", QWEN3_NEXT, split(2, 4, regather=x)) for x in (False, True))
+    kept, again = (traffic("all_gather", QWEN3_NEXT, sharded(2, 4, regather=x)) for x in (False, True))
     assert again.backward.flops - kept.backward.flops == 2 * (MILLION // 2) * 2048 * QWEN3_NEXT.exchanged // 4
     assert again.forward == kept.forward
 
 
 def test_memory_is_that_of_the_tensors():
     """Qwen3-Next's million tokens at CP 4, and TP 2, in bfloat16; states and gates in float32."""
-    sent = {name: traffic(name, QWEN3_NEXT, split(4, 2)) for name in EXCHANGES}
+    sent = {name: traffic(name, QWEN3_NEXT, sharded(4, 2)) for name in EXCHANGES}
     assert (sent["all_gather"].transient, sent["all_gather"].kept) == (MILLION * 2048 * 2,) * 2
     assert (sent["all_to_all"].transient, sent["all_to_all"].kept) == (MILLION // 4 * 8256 // 2 * 2, 0)
     tokens = MILLION // 4
@@ -262,11 +258,11 @@ def test_memory_is_that_of_the_tensors():
     received, transitions = 2 * 16 * 128 * 128 * 4, 6 * 16 * 128 * 128 * 4  # all but the outer segments'
     rows = tokens * 2 * 16 * 64  # of FLA's kernels, of each chunk's inverse
     assert sent["state"].kept == copies + received + transitions + rows
-    again = {name: traffic(name, QWEN3_NEXT, split(4, 2, regather=True)) for name in EXCHANGES}
+    again = {name: traffic(name, QWEN3_NEXT, sharded(4, 2, regather=True)) for name in EXCHANGES}
     assert again["all_gather"].kept == 0 and again["all_to_all"] == sent["all_to_all"]
     assert again["state"].kept == copies + received + transitions // 3 + rows  # its own two of six
 
-    by_torch = traffic("state", replace(QWEN3_NEXT, fla=False), split(4, 2))
+    by_torch = traffic("state", replace(QWEN3_NEXT, fla=False), sharded(4, 2))
     assert by_torch.kept == copies + received + transitions
 
     # What selective checkpointing keeps: of collectives, and of the second pass.
@@ -279,14 +275,14 @@ def test_memory_is_that_of_the_tensors():
     assert sent["state"].computed == tokens * 2 * 16 * 256 + rows
 
 
-def test_a_bottleneck_is_kept_of_all_tokens_where_heads_are_exchanged():
+def test_low_rank_products_of_all_tokens_are_kept_by_exchanges_of_heads():
     more = (MILLION - MILLION // 4) * 128 * 2
-    assert traffic("all_to_all", KIMI_LINEAR, split(4)).kept == more
-    assert traffic("all_gather", KIMI_LINEAR, split(4, regather=True)).kept == more
+    assert traffic("all_to_all", KIMI_LINEAR, sharded(4)).kept == more
+    assert traffic("all_gather", KIMI_LINEAR, sharded(4, regather=True)).kept == more
     results = MILLION // 4 * (32 * (3 * 128 + 1) + 4096) * 2 + MILLION * 128 * 2
-    assert traffic("all_to_all", KIMI_LINEAR, split(4)).collected == results
+    assert traffic("all_to_all", KIMI_LINEAR, sharded(4)).collected == results
     # The second pass's outputs, and of FLA's kernels two rows of 64.
-    assert traffic("state", KIMI_LINEAR, split(4)).computed == MILLION // 4 * 32 * (256 + 2 * 64) * 2
+    assert traffic("state", KIMI_LINEAR, sharded(4)).computed == MILLION // 4 * 32 * (256 + 2 * 64) * 2
 
 
 # --- Time ---
@@ -325,17 +321,17 @@ def test_time_is_bytes_messages_and_flops_of_every_pass():
     machine = Machine(
         inside_bandwidth=4, inside_latency=1e3, across_bandwidth=0.5, across_latency=1e4, tflops=8
     )
-    once = cost(sent, split(2, 8), machine, recompute=False)
+    once = cost(sent, sharded(2, 8), machine, recompute=False)
     assert once.forward == pytest.approx(2 + 0.02 + 0.5 + 0.001 + 0.125)
     assert (once.recompute, once.backward) == (0, pytest.approx(6 + 0.05 + 0.5))
     assert (once.over_cp, once.over_tp, once.compute) == pytest.approx((8.07, 0.501, 0.625))
     assert once.total == pytest.approx(once.over_cp + once.over_tp + once.compute)
-    twice = cost(sent, split(2, 8), machine, recompute=True)
+    twice = cost(sent, sharded(2, 8), machine, recompute=True)
     assert twice.recompute == twice.forward == once.forward and twice.backward == once.backward
     assert twice.total == pytest.approx(once.total + once.forward)
     assert twice.over_cp + twice.over_tp + twice.compute == pytest.approx(twice.total)
     assert twice.done == PassCost(5 * 10**9, 4 * 10**9, 9, 2, 6 * 10**12)
-    kept = cost(sent, split(2, 8), machine, recompute=True, saved=True)
+    kept = cost(sent, sharded(2, 8), machine, recompute=True, saved=True)
     assert kept.recompute == pytest.approx(0.5 + 0.001)
     assert kept.done == PassCost(4 * 10**9, 4 * 10**9, 7, 2, 5 * 10**12)
 
@@ -348,7 +344,8 @@ TOLD = re.compile(
     rf"over TP {FLOAT} \({FLOAT} MB, (\d+) messages\) \+ compute {FLOAT}"
 )
 GIVEN = re.compile(
-    rf"CP {FLOAT} GB/s and {FLOAT} us a message, TP {FLOAT} GB/s and {FLOAT} us a message, {FLOAT} TFLOP/s"
+    rf"CP {FLOAT} GB/s and {FLOAT} us per message, TP {FLOAT} GB/s and {FLOAT} us per message, "
+    rf"{FLOAT} TFLOP/s"
 )
 
 
@@ -376,7 +373,7 @@ def told(choice: Choice) -> dict[str, dict[str, float]]:
 
 def test_auto_takes_all_gather_for_two_ranks_on_nvlink():
     """Its bytes are fewer than all-to-all's, and states compute too much for what they save."""
-    choice = choose(QWEN3_NEXT, split(2), Machine(), recompute=True)
+    choice = choose(QWEN3_NEXT, sharded(2), Machine(), recompute=True)
     row = told(choice)
     assert choice.name == "all_gather" == min(row, key=lambda name: row[name]["total"])
     by_hand = 3 * 2 * (MILLION // 2 * 2048 + MILLION // 4 * 4096) / 1e6
@@ -386,7 +383,7 @@ def test_auto_takes_all_gather_for_two_ranks_on_nvlink():
 
 
 def test_auto_takes_all_to_all_for_eight_ranks_on_nvlink():
-    choice = choose(QWEN3_NEXT, split(8), Machine(), recompute=True)
+    choice = choose(QWEN3_NEXT, sharded(8), Machine(), recompute=True)
     row = told(choice)
     assert choice.name == "all_to_all" == min(row, key=lambda name: row[name]["total"])
     assert row["all_to_all"]["cp MB"] < row["all_gather"]["cp MB"]
@@ -397,7 +394,7 @@ def test_auto_takes_all_to_all_for_eight_ranks_on_nvlink():
 @pytest.mark.parametrize("link", ["infiniband", "efa", "tcp"])
 def test_auto_takes_states_between_nodes(shape, link):
     """The published run, TP 8 and CP 2: what states save over CP is more than what they compute."""
-    choice = choose(shape, split(2, 8), Machine(across=link), recompute=True)
+    choice = choose(shape, sharded(2, 8), Machine(across=link), recompute=True)
     row = told(choice)
     assert choice.name == "state" == min(row, key=lambda name: row[name]["total"])
     for other in ("all_to_all", "all_gather"):
@@ -408,7 +405,7 @@ def test_auto_takes_states_between_nodes(shape, link):
 def test_states_lose_a_short_sequence_to_fewer_bytes():
     """What states send does not shrink with the sequence, what the others send does."""
     long, short = (
-        choose(QWEN3_NEXT, split(16, length=x), Machine(), recompute=True) for x in (MILLION, 2048)
+        choose(QWEN3_NEXT, sharded(16, length=x), Machine(), recompute=True) for x in (MILLION, 2048)
     )
     assert (long.name, short.name) == ("state", "all_to_all")
     assert told(short)["state"]["cp MB"] == told(long)["state"]["cp MB"]
@@ -417,7 +414,7 @@ def test_states_lose_a_short_sequence_to_fewer_bytes():
 
 def test_latency_decides_where_there_are_few_bytes():
     """Kimi Linear's all-to-all sends fewer bytes than its all-gather at CP 8, but in a message more."""
-    where = split(8, length=1024)
+    where = sharded(8, length=1024)
     quick, slow = (
         choose(KIMI_LINEAR, where, Machine(inside_latency=latency, tflops=1e5), recompute=True)
         for latency in (1e-3, 1e4)
@@ -430,7 +427,7 @@ def test_latency_decides_where_there_are_few_bytes():
 
 def test_bytes_over_tp_decide_where_tp_is_slow():
     machine = Machine(inside="tcp", across="tcp", tflops=0.01)
-    row = told(choice := choose(QWEN3_NEXT, split(2, 8), machine, recompute=True))
+    row = told(choice := choose(QWEN3_NEXT, sharded(2, 8), machine, recompute=True))
     assert choice.name == "all_to_all"
     assert row["all_to_all"]["cp"] > row["all_gather"]["cp"]
     assert (
@@ -440,32 +437,32 @@ def test_bytes_over_tp_decide_where_tp_is_slow():
 
 @pytest.mark.parametrize(("cp", "tp"), [(32, 1), (3, 1), (4, 8), (64, 4)])
 def test_where_heads_do_not_divide_auto_takes_states(cp, tp):
-    choice = choose(QWEN3_NEXT, split(cp, tp, length=2 * cp * tp * 128), Machine(), recompute=False)
+    choice = choose(QWEN3_NEXT, sharded(cp, tp, length=2 * cp * tp * 128), Machine(), recompute=False)
     assert choice.name == "state" and set(choice.impossible) == {"all_to_all", "all_gather"}
     told(choice)
     possible = ", ".join(str(x) for x in (1, 2, 4, 8, 16) if 16 % (tp * x) == 0)
     for reason in choice.impossible.values():
-        assert f"16 key heads do not divide by tensor_parallel_degree = {tp} times" in reason
-        assert f"context_parallel_degree = {cp}; with this tp, cp may be {possible}, or any" in reason
-        assert 'exchange = "state", which needs heads to divide by tp only' in reason
+        assert f"16 key heads are not divisible by tensor_parallel_degree = {tp} times" in reason
+        assert f"context_parallel_degree = {cp}; with this tp, cp may be {possible}, or any number" in reason
+        assert 'exchange = "state", which only needs heads that are divisible by tp' in reason
 
 
 def test_segments_shorter_than_the_convolution_looks_back_cannot_hand_on():
-    assert impossible("state", QWEN3_NEXT, split(4, length=24)) is None
-    reason = impossible("state", QWEN3_NEXT, split(4, length=16))
+    assert impossible("state", QWEN3_NEXT, sharded(4, length=24)) is None
+    reason = impossible("state", QWEN3_NEXT, sharded(4, length=16))
     assert "segments of 2 tokens (seq_len = 16 over 8) are shorter than the 3 tokens" in reason
-    assert impossible("state", QWEN3_NEXT, split(4, length=16, order="contiguous")) is None
-    assert impossible("state", QWEN3_NEXT, split(1, length=2)) is None
+    assert impossible("state", QWEN3_NEXT, sharded(4, length=16, order="contiguous")) is None
+    assert impossible("state", QWEN3_NEXT, sharded(1, length=2)) is None
     with pytest.raises(
-        ValueError, match="no exchange is possible: all_to_all and all_gather, for the 16 key"
+        ValueError, match="no exchange is possible: all_to_all and all_gather, because the 16 key"
     ):
-        choose(QWEN3_NEXT, split(32, length=64), Machine(), recompute=True)
+        choose(QWEN3_NEXT, sharded(32, length=64), Machine(), recompute=True)
 
 
 def test_memory_rules_out_what_would_be_cheapest():
     """All-gather's hidden states of a million tokens, kept by each of 36 layers: 4 GiB a layer."""
     few, many = (
-        choose(QWEN3_NEXT, split(2), Machine(), recompute=False, layers=layers) for layers in (1, 36)
+        choose(QWEN3_NEXT, sharded(2), Machine(), recompute=False, layers=layers) for layers in (1, 36)
     )
     assert few.name == "all_gather" and many.name == "all_to_all"
     assert set(many.impossible) == {"all_gather", "state"}
@@ -474,15 +471,15 @@ def test_memory_rules_out_what_would_be_cheapest():
         in (many.impossible["all_gather"])
     )
     told(many)
-    assert choose(QWEN3_NEXT, split(2), Machine(), recompute=True, layers=36).name == "all_gather"
-    assert choose(QWEN3_NEXT, split(2), Machine(memory=200), False, layers=36).name == "all_gather"
+    assert choose(QWEN3_NEXT, sharded(2), Machine(), recompute=True, layers=36).name == "all_gather"
+    assert choose(QWEN3_NEXT, sharded(2), Machine(memory=200), False, layers=36).name == "all_gather"
     with pytest.raises(ValueError, match="no exchange is possible: .*linear_attention.machine.memory"):
-        choose(QWEN3_NEXT, split(2), Machine(memory=1), recompute=True)
+        choose(QWEN3_NEXT, sharded(2), Machine(memory=1), recompute=True)
 
 
 def test_of_costs_within_a_hundredth_the_smaller_buffers_win():
     """DESIGN section 4: at CP 4 Qwen3-Next's all-gather saves under 1%."""
-    choice = choose(QWEN3_NEXT, split(4), Machine(), recompute=True)
+    choice = choose(QWEN3_NEXT, sharded(4), Machine(), recompute=True)
     row = told(choice)
     assert choice.name == "all_to_all" and 0.99 < row["all_gather"]["total"] / row["all_to_all"]["total"] < 1
     assert "all_to_all is within 1% of all_gather and its buffers take 4.031 GiB, not 8 GiB" in choice.reason
@@ -498,7 +495,7 @@ def test_auto_takes_the_cheapest_everywhere():
             for link in LINKS
             for length in (8192, MILLION)
         ]:
-            where, machine = split(cp, tp, length=length), Machine(inside=link, across=link)
+            where, machine = sharded(cp, tp, length=length), Machine(inside=link, across=link)
             choice = choose(shape, where, machine, recompute=True)
             totals = {
                 name: cost(traffic(name, shape, where), where, machine, True).total
@@ -533,7 +530,7 @@ def chosen(config, caplog) -> tuple[str, list[str]]:
     caplog.clear()
     with caplog.at_level(logging.INFO):
         config.model_spec.model.update_from_config(config=config)
-    (name,) = {layer.run.exchange for layer in config.model_spec.model.linear_layers()}
+    (name,) = {layer.run.exchange for layer in linear_layers(config.model_spec.model.layers)}
     return name, [record.getMessage() for record in caplog.records if "Exchange of" in record.getMessage()]
 
 
@@ -549,11 +546,13 @@ def heard():
 
 def test_the_machine_is_configured(tmp_path):
     run = load(f"{MACHINE}.across", "tcp", f"{MACHINE}.inside_bandwidth", "300").model_spec.model
-    machine = run.linear_layers()[0].run.machine
+    machine = linear_layers(run.layers)[0].run.machine
     assert machine == Machine(across="tcp", inside_bandwidth=300)
     file = tmp_path / "run.toml"
     file.write_text(open(TOML).read() + '\n[linear_attention.machine]\ninside = "efa"\nmemory = 141\n')
-    machine = load_config(["--job.config_file", str(file)], 1).model_spec.model.linear_layers()[0].run.machine
+    machine = linear_layers(load_config(["--job.config_file", str(file)], 1).model_spec.model.layers)[
+        0
+    ].run.machine
     assert machine == Machine(inside="efa", memory=141)
     said = refused(f"{MACHINE}.gpus_per_node", "0")
     assert "[linear_attention.machine]" in said and "gpus_per_node = 0: expected a positive number" in said
@@ -581,13 +580,14 @@ def test_heads_that_do_not_divide_are_refused_of_head_exchanges_and_left_to_stat
     for name in ("all_to_all", "all_gather"):
         said = refused(*mesh, "--linear_attention.exchange", name, world_size=8)
         assert (
-            f'linear_attention.exchange = "{name}" of Gated DeltaNet: the 4 key heads do not divide' in said
+            f'linear_attention.exchange = "{name}" of Gated DeltaNet: the 4 key heads are not divisible'
+            in said
         )
         assert "tensor_parallel_degree = 4 times context_parallel_degree = 2" in said
-        assert 'or any with exchange = "state"' in said
+        assert 'or any number with exchange = "state"' in said
     assert chosen(load(*mesh, "--linear_attention.exchange", "state", world_size=8), caplog)[0] == "state"
     name, (line,) = chosen(load(*mesh, world_size=8), caplog)
-    assert name == "state" and "impossible: all_to_all and all_gather, for the 4 key heads" in line
+    assert name == "state" and "impossible: all_to_all and all_gather, because the 4 key heads" in line
 
 
 def test_segments_that_are_too_short_are_refused():
@@ -602,7 +602,7 @@ def test_segments_that_are_too_short_are_refused():
 
 def test_the_model_reads_its_numbers_off_the_run(monkeypatch):
     """Dtype, batch, order, checkpointing, the number of layers and the machine."""
-    from titan_gdn.models.hybrid import choice as module
+    from titan_gdn.models.hybrid import exchange_choice as module
 
     given = []
     monkeypatch.setattr(module, "choose", lambda *args: given.append(args) or choose(*args))
@@ -627,7 +627,7 @@ def test_the_model_reads_its_numbers_off_the_run(monkeypatch):
     pipeline = "--parallelism.pipeline_parallel"
     load(CP, "2", f"{pipeline}_degree", "2", f"{pipeline}_schedule", "1F1B", world_size=4)
     (_, pipelined, _, *options) = given[-1]
-    assert pipelined.batch == 1 and options == [False, 4, ()]
+    assert pipelined.rows == 1 and options == [False, 4, ()]
 
 
 @pytest.mark.parametrize(
@@ -647,8 +647,8 @@ def test_checkpointing_repeats_the_exchanges_whose_results_it_does_not_save(poli
 
 
 def test_an_exchange_whose_results_are_saved_is_not_charged_for_them_twice():
-    full = choose(QWEN3_NEXT, split(2), Machine(), recompute=True)
-    selective = choose(QWEN3_NEXT, split(2), Machine(), recompute=True, saved=("all_to_all", "state"))
+    full = choose(QWEN3_NEXT, sharded(2), Machine(), recompute=True)
+    selective = choose(QWEN3_NEXT, sharded(2), Machine(), recompute=True, saved=("all_to_all", "state"))
     for name in EXCHANGES:
         again = selective.costs[name].recompute
         assert again == (full.costs[name].recompute if name == "all_gather" else 0)

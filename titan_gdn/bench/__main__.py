@@ -9,7 +9,7 @@ from titan_gdn.bench.options import LayerOptions, RuleOptions
 
 
 def rule(options: tyro.conf.OmitArgPrefixes[RuleOptions]) -> None:
-    """The rule alone, in this process: time, share of the machine's matrix rate, memory."""
+    """Time, share of the machine's matrix FLOP/s, and memory of a rule, in this process."""
     options.check()
     from titan_gdn.bench.rule import run
 
@@ -17,12 +17,12 @@ def rule(options: tyro.conf.OmitArgPrefixes[RuleOptions]) -> None:
 
 
 def layer(options: tyro.conf.OmitArgPrefixes[LayerOptions]) -> None:
-    """The whole layer on some ranks, with each exchange."""
+    """The whole layer with each exchange, on several ranks."""
     _run_layer(options, computes=True)
 
 
 def exchange(options: tyro.conf.OmitArgPrefixes[LayerOptions]) -> None:
-    """Each exchange without projections and rule: communication alone."""
+    """The communication of each exchange, without projections and rule."""
     _run_layer(options, computes=False)
 
 

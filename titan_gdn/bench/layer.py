@@ -1,8 +1,9 @@
-"""A linear attention layer on N ranks: what crosses each group, how long it takes, how much memory it needs.
+"""A linear attention layer on N ranks: bytes sent over each group, time and memory for each exchange.
 
-Bytes are recorded from the collectives that run, and stand beside the formula's.
+Bytes are recorded from the collectives that run and are printed beside those of the formula.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -26,40 +27,81 @@ from torchtitan.tools.utils import device_module, device_type
 
 from titan_gdn.bench.options import LayerOptions
 from titan_gdn.bench.recorder import BytesSent
-from titan_gdn.layers.linear_attention import LinearAttention, LinearAttentionConfig
-from titan_gdn.models.hybrid.sharding import set_linear_attention
-from titan_gdn.models.kimi_linear import kimi_linear
-from titan_gdn.models.qwen3_next import qwen3_next
-from titan_gdn.parallel.exchange import Exchange, ExchangeName
-from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout, shard_order
-from titan_gdn.parallel.traffic import LayerShape, ShardedBatch, traffic
+from titan_gdn.layers.linear_attention import LinearAttention, LinearAttentionConfig, Widths
+from titan_gdn.parallel.exchange.base import Exchange
+from titan_gdn.parallel.exchange.registry import impossible, traffic
+from titan_gdn.parallel.segments import shard_order
+from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
+from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
 
-MODELS = {"gated_delta_net": qwen3_next, "kimi_delta_attention": kimi_linear}
+
+def find_layer(name: str) -> type[LinearAttention]:
+    """The linear attention layer that a module defines.
+
+    Args:
+        name: a module of `titan_gdn.layers`, or the dotted name of any other module.
+
+    Raises:
+        ValueError: there is no such module, or it defines no layer, or several.
+    """
+    path = name if "." in name else f"titan_gdn.layers.{name}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--layer {name}: {error}. Expected a module of titan_gdn.layers, such as gated_delta_net, or "
+            "the dotted name of another module"
+        ) from error
+    layers = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == path and issubclass(value, LinearAttention)
+    ]
+    if len(layers) != 1 or not hasattr(layers[0], "rule"):
+        raise ValueError(f"--layer {name}: expected one linear attention layer in {path}, not {len(layers)}")
+    return layers[0]
+
+
+def layer_config(options: LayerOptions, exchange: str) -> LinearAttention.Config:
+    """The configuration of the layer with an exchange."""
+    config = find_layer(options.layer).configure(
+        Widths(
+            dim=options.dim,
+            key_heads=options.key_heads,
+            value_heads=options.value_heads,
+            key_dim=options.key_dim,
+            value_dim=options.value_dim,
+            gate_rank=options.gate_rank,
+        )
+    )
+    config.run = LinearAttentionConfig(kernel=options.kernel, exchange=exchange, regather=options.regather)
+    return config
+
+
+def batch_of(options: LayerOptions) -> ShardedBatch:
+    """The batch and how it is sharded, for the traffic model."""
+    return ShardedBatch(
+        options.batch,
+        options.tokens,
+        options.cp,
+        options.tp,
+        options.sequence_parallel,
+        options.order,
+        getattr(torch, options.dtype).itemsize,
+        options.regather,
+    )
 
 
 def build(
     options: LayerOptions,
-    exchange: ExchangeName,
+    exchange: str,
     parallel_dims: ParallelDims,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> tuple[LinearAttention, LayerShape]:
-    """The layer and its shape, split over the mesh of `parallel_dims` (backend "partial_dtensor")."""
-    own = {"linear_gate_rank": options.gate_rank} if options.layer == "kimi_delta_attention" else {}
-    model = MODELS[options.layer](
-        dim=options.dim,
-        n_layers=1,
-        layer_types=["linear_attention"],
-        n_experts=0,
-        n_linear_key_heads=options.key_heads,
-        n_linear_value_heads=options.value_heads,
-        linear_key_head_dim=options.key_dim,
-        linear_value_head_dim=options.value_dim,
-        **own,
-    )
-    config = model.linear_layers()[0]
-    config.run = LinearAttentionConfig(kernel=options.kernel, exchange=exchange, regather=options.regather)
+    """The layer, sharded over the mesh of `parallel_dims` (backend "partial_dtensor"), and its shape."""
+    config = layer_config(options, exchange)
     sharded = options.sequence_parallel and options.tp > 1
-    set_linear_attention(config, sharded)
+    config.set_sharding(tp=options.tp, enable_sp=sharded)
     with torch.device(device_type):
         layer = config.build()
     layer.init_states()
@@ -76,21 +118,21 @@ def build(
 
 
 class Prepared(NamedTuple):
-    """A layer under an exchange, ready to run on this rank.
+    """A layer with an exchange, ready to run on this rank.
 
     Attributes:
-        forward: runs it on hidden states of its own, to an output that has a gradient.
-        shape: the layer.
-        split: how its batch lies on the ranks.
+        forward: runs the layer on fixed hidden states and returns an output that requires a gradient.
+        shape: the widths of the layer.
+        batch: the batch and how it is sharded.
     """
 
     forward: Callable[[], torch.Tensor]
     shape: LayerShape
-    split: ShardedBatch
+    batch: ShardedBatch
 
 
 def mesh_of(options: LayerOptions) -> ParallelDims:
-    """The CP and TP sub-meshes of the ranks that have been started."""
+    """The mesh of the ranks that have been started, with its CP and TP sub-meshes."""
     return ParallelDims(
         dp_replicate=1,
         dp_shard=1,
@@ -103,22 +145,11 @@ def mesh_of(options: LayerOptions) -> ParallelDims:
     )
 
 
-def prepare(
-    options: LayerOptions, exchange: ExchangeName, computes: bool, parallel_dims: ParallelDims
-) -> Prepared:
-    """Build the layer, or of it the exchange alone, and a batch of one document a row."""
+def prepare(options: LayerOptions, exchange: str, computes: bool, parallel_dims: ParallelDims) -> Prepared:
+    """Build the layer, or only its exchange, and a batch with one document per row."""
     layer, shape = build(options, exchange, parallel_dims)
-    split = ShardedBatch(
-        options.batch,
-        options.tokens,
-        options.cp,
-        options.tp,
-        options.sequence_parallel,
-        options.order,
-        getattr(torch, options.dtype).itemsize,
-        options.regather,
-    )
-    rows = split.tokens_between_layers // options.batch
+    batch = batch_of(options)
+    rows = batch.tokens_between_layers // options.batch
     x = torch.randn(options.batch, rows, options.dim, device=device_type)
     x = x.to(getattr(torch, options.dtype)).requires_grad_()
     context, mine = None, torch.arange(options.tokens)
@@ -133,15 +164,15 @@ def prepare(
 
     def whole_layer() -> torch.Tensor:
         out = layer(x, *layer.decay(), sequence=sequence)
-        # The output may still be under way: an operation on it waits.
+        # The output may be an asynchronous collective's result: an operation on it waits.
         return out.to_local() * 1 if isinstance(out, DTensor) else out
 
     only_exchange = partial(_only_exchange, layer.exchange, shape, options, x, sequence)
-    return Prepared(whole_layer if computes else only_exchange, shape, split)
+    return Prepared(whole_layer if computes else only_exchange, shape, batch)
 
 
 def run_once(forward: Callable[[], torch.Tensor]) -> tuple[float, float]:
-    """Seconds of a forward and of its backward, begun by all ranks together."""
+    """Seconds of a forward and of its backward, which all ranks start together."""
     dist.barrier()
     begin = _now()
     out = forward()
@@ -150,10 +181,10 @@ def run_once(forward: Callable[[], torch.Tensor]) -> tuple[float, float]:
     return middle - begin, _now() - middle
 
 
-def measure(options: LayerOptions, exchange: ExchangeName, computes: bool) -> dict[str, Any]:
-    """Run the layer on this rank, or of it the exchange alone; figures of this rank."""
+def measure(options: LayerOptions, exchange: str, computes: bool) -> dict[str, Any]:
+    """Run the layer, or only its exchange, on this rank and return this rank's figures."""
     parallel_dims = mesh_of(options)
-    forward, shape, split = prepare(options, exchange, computes, parallel_dims)
+    forward, shape, batch = prepare(options, exchange, computes, parallel_dims)
     with BytesSent() as sent_forward:
         out = forward()
     with BytesSent() as sent_backward:
@@ -163,7 +194,7 @@ def measure(options: LayerOptions, exchange: ExchangeName, computes: bool) -> di
     axes = {
         parallel_dims.get_mesh(a).get_group().group_name: a for a in ("cp", "tp") if getattr(options, a) > 1
     }
-    formula = traffic(exchange, shape, split)
+    formula = traffic(exchange, shape, batch)
     return {
         "exchange": exchange,
         **{
@@ -188,15 +219,15 @@ def _only_exchange(
     x: torch.Tensor,
     sequence: SequenceLayout,
 ) -> torch.Tensor:
-    """What crosses, and no more: what is computed of it has the right shapes and a gradient."""
+    """Run only the communication. What a layer would compute is replaced by tensors of the right shapes."""
     groups, R, K = options.key_heads // options.tp, options.value_heads // options.key_heads, options.key_dim
 
     def project(x: torch.Tensor, run: slice) -> torch.Tensor:
         width = shape.exchanged // options.key_heads
         return x[..., None, :1].expand(-1, -1, run.stop - run.start, width).contiguous()
 
-    def bottleneck(x: torch.Tensor) -> torch.Tensor | None:
-        return x[..., : shape.bottleneck].contiguous() if shape.bottleneck else None
+    def project_low_rank(x: torch.Tensor) -> torch.Tensor | None:
+        return x[..., : shape.low_rank].contiguous() if shape.low_rank else None
 
     def convolution(x: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor) -> torch.Tensor:
         return x
@@ -217,8 +248,8 @@ def _only_exchange(
         out = v if initial_state is None else v + initial_state.mean()
         return out, states + v.float().mean() if output_final_state else states
 
-    y, narrow, _ = exchange.to_heads(x, project, bottleneck, groups, sequence)
-    y = y if narrow is None else y + narrow.sum(-1)[..., None, None]
+    y, low_rank, _ = exchange.to_heads(x, project, project_low_rank, groups, sequence)
+    y = y if low_rank is None else y + low_rank.sum(-1)[..., None, None]
     rows = y[..., : 2 * K + R * options.value_dim].flatten(0, 1).unsqueeze(0)
     rows = exchange.convolve(convolution, rows.flatten(2), shape.kernel_size - 1, sequence).view(rows.shape)
     q, k, v = rows.split([K, K, R * options.value_dim], -1)
@@ -238,9 +269,7 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _rank(
-    rank: int, port: int, options: LayerOptions, exchange: ExchangeName, computes: bool, results: Any
-) -> None:
+def _rank(rank: int, port: int, options: LayerOptions, exchange: str, computes: bool, results: Any) -> None:
     world_size = options.cp * options.tp
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
@@ -258,12 +287,19 @@ def _rank(
 
 
 def run(options: LayerOptions, computes: bool = True) -> list[dict[str, Any]]:
-    """Run each exchange on ranks of its own, so that memory peaks do not mix; print and return figures."""
+    """Measure each exchange on new ranks, so that memory peaks do not mix; print and return the figures.
+
+    Raises:
+        ValueError: an exchange cannot run the layer on these ranks; says why.
+    """
+    for exchange in options.exchanges:
+        if reason := impossible(exchange, layer_config(options, exchange).shape(), batch_of(options)):
+            raise ValueError(f"--exchanges {exchange}: {reason}")
     rows = []
     try:
         for exchange in options.exchanges:
             rows.append(_on_ranks(options, exchange, computes))
-    finally:  # what was measured before an exchange failed is not lost
+    finally:  # keeps what was measured before an exchange fails
         if rows:
             _print(options, rows)
         if rows and options.json:
@@ -272,7 +308,7 @@ def run(options: LayerOptions, computes: bool = True) -> list[dict[str, Any]]:
     return rows
 
 
-def _on_ranks(options: LayerOptions, exchange: ExchangeName, computes: bool) -> dict[str, Any]:
+def _on_ranks(options: LayerOptions, exchange: str, computes: bool) -> dict[str, Any]:
     fork = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -287,7 +323,7 @@ def _on_ranks(options: LayerOptions, exchange: ExchangeName, computes: bool) -> 
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
-        raise RuntimeError(f"{exchange}: ranks ended with {[process.exitcode for process in ranks]}")
+        raise RuntimeError(f"{exchange}: ranks exited with {[process.exitcode for process in ranks]}")
     return results.get()
 
 

@@ -1,4 +1,4 @@
-"""Counts the bytes that really cross each process group, by watching the collectives that run."""
+"""Counts the bytes that a rank sends over each process group by intercepting collectives."""
 
 from collections import defaultdict
 from types import TracebackType
@@ -10,10 +10,11 @@ from titan_gdn.parallel.collectives import group_name
 
 
 class BytesSent(TorchDispatchMode):
-    """While active, adds up what this rank sends to others, `bytes[group name]`, and the calls it makes.
+    """While active, counts the bytes that this rank sends and the collectives it calls, by group name.
 
-    An all-gather's rank sends its shard to each of the `n - 1` others, an all-to-all's and a
-    reduce-scatter's all but its own part, an all-reduce's twice that (a reduce-scatter and an all-gather).
+    In an all-gather, a rank sends its shard to each of the `n - 1` other ranks. In an all-to-all and a
+    reduce-scatter it sends all but its own part, in an all-reduce twice as much (a reduce-scatter and an
+    all-gather).
     """
 
     def __init__(self) -> None:

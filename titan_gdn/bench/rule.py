@@ -1,4 +1,4 @@
-"""A chunked rule by itself: time, share of the machine's matrix rate, memory, beside a peer."""
+"""Time, share of the machine's matrix FLOP/s, and memory of a chunked rule, compared to a peer."""
 
 import inspect
 import json
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run(options: RuleOptions) -> list[dict[str, Any]]:
-    """Time the contenders in turns at every length; print, draw and return the figures."""
+    """Time the contenders in turns at each length; print, draw and return the figures."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -34,7 +34,7 @@ def run(options: RuleOptions) -> list[dict[str, Any]]:
     cases = list(product(inputs, contenders))
     memory = {(tokens, name): peak_memory(contenders[name], inputs[tokens]) for tokens, name in cases}
     times: dict[tuple[int, str], list[tuple[float, float]]] = {case: [] for case in cases}
-    # Without a GPU the rules compute in float32, and bfloat16 products may be far slower.
+    # Without a GPU the rules compute in float32, and bfloat16 products may be much slower.
     computed_in = torch.float32 if DEVICE == "cpu" else getattr(torch, options.dtype)
     rates = []
     for _ in track(range(options.repeats), "measuring", transient=True):
@@ -80,7 +80,7 @@ def _contenders(options: RuleOptions) -> dict[str, Rule]:
 
 
 def _transformers(rule: str) -> Callable:
-    """Its PyTorch function, behind what calls FLA where that is installed, on CPU tensors too."""
+    """The PyTorch function of transformers. Its wrapper calls FLA if installed, even for CPU tensors."""
     if rule == "chunk_kda":
         from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
@@ -91,7 +91,7 @@ def _transformers(rule: str) -> Callable:
 
 
 def _inputs(options: RuleOptions, tokens: int) -> list[Tensor]:
-    """`q, k, v, g, beta` with the decays of an untrained layer."""
+    """`q, k, v, g, beta` with decays as in an untrained layer."""
     lead, dtype = (options.batch, tokens), getattr(torch, options.dtype)
     q, k = (torch.randn(*lead, options.key_heads, options.key_dim, device=DEVICE, dtype=dtype) for _ in "qk")
     v = torch.randn(*lead, options.value_heads, options.value_dim, device=DEVICE, dtype=dtype)
@@ -117,9 +117,9 @@ def _now() -> float:
 
 
 def peak_memory(rule: Rule, inputs: list[Tensor]) -> int:
-    """Bytes that a forward and a backward hold at most, beside inputs, output and gradients."""
+    """Peak bytes of a forward and a backward, without inputs, output and gradients."""
     if DEVICE == "cuda":
-        _time(rule, inputs)  # kernels are chosen in the first run, with buffers of their own
+        _time(rule, inputs)  # the first run tunes kernels, which takes buffers of its own
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         _time(rule, inputs)
@@ -133,7 +133,7 @@ def peak_memory(rule: Rule, inputs: list[Tensor]) -> int:
 
 
 def _peak_of_allocations(profiler: profile) -> int:
-    """What the CPU's allocator handed out and not yet took back, at most. Exact, unlike a process's size."""
+    """Peak bytes that the CPU allocator had handed out. Exact, unlike the size of the process."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -143,7 +143,7 @@ def _peak_of_allocations(profiler: profile) -> int:
 
 
 def matrix_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.1) -> float:
-    """FLOP/s of the best of some square matrix products."""
+    """FLOP/s of the fastest of several square matrix products."""
     size = size if DEVICE == "cpu" else 8 * size
     a = torch.randn(size, size, device=DEVICE, dtype=dtype)
     best, end = 0.0, _now() + seconds
@@ -174,7 +174,7 @@ def _print(options: RuleOptions, rows: list[dict[str, Any]], rate: float) -> Non
     table = Table(title=title)
     for name in rows[0]:
         table.add_column(name, justify="left" if name == "rule" else "right")
-    table.add_column("time, of the first")
+    table.add_column("time / first row")
     first: dict[int, float] = {}
     for row in rows:
         seconds = row["forward (s)"] + row["backward (s)"]
@@ -198,7 +198,7 @@ def _plot(rows: list[dict[str, Any]], path: str) -> None:
         time_axes.loglog(tokens, [r["forward (s)"] + r["backward (s)"] for r in mine], "o-", label=name)
         memory_axes.loglog(tokens, [r["peak memory (MiB)"] for r in mine], "o-", label=name)
     time_axes.set_ylabel("forward and backward (s)")
-    memory_axes.set_ylabel("peak memory beside inputs, output, gradients (MiB)")
+    memory_axes.set_ylabel("peak memory without inputs, output, gradients (MiB)")
     for axes in (time_axes, memory_axes):
         axes.set_xlabel("tokens")
         axes.grid(which="both", alpha=0.3)

@@ -5,16 +5,25 @@ Shape suffixes: B batch, L sequence, D model width, N query heads, M key-value h
 
 from dataclasses import dataclass
 
+import spmd_types as spmd
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention, local_head_split
+from torchtitan.models.common.decoder_sharding import (
+    colwise_config,
+    dense_activation_placement,
+    dense_param_placement,
+    rowwise_config,
+)
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
 from titan_gdn.layers.local_tensor import apply
 from titan_gdn.layers.norms import OffsetRMSNorm
 from titan_gdn.layers.rotary import PartialRotary
+from titan_gdn.layers.sharding import between_layers
 from titan_gdn.parallel.sequence import SequenceLayout
 
 
@@ -46,6 +55,38 @@ class GatedAttention(BaseAttention):
         def pair_width(self) -> int:
             """Dimensions that a pair of tokens multiplies in a head: those of its score and of its value."""
             return 2 * self.head_dim
+
+        def set_sharding(self, *, tp: int, enable_sp: bool) -> None:
+            """Declare the placements of the layer's parameters, inputs and outputs.
+
+            Args:
+                tp: degree of tensor parallelism.
+                enable_sp: sequence parallelism.
+            """
+            self.sharding_config = ShardingConfig(
+                in_src_shardings={"x_BLD": between_layers(enable_sp)},
+                in_dst_shardings={"x_BLD": dense_activation_placement(tp=spmd.R)},
+            )
+            self.rope.sharding_config = ShardingConfig(
+                state_shardings={"cache": dense_param_placement(tp=spmd.R)}
+            )
+            self.wq.sharding_config = colwise_config()
+            for linear in (self.wk, self.wv):
+                replicated = tp > self.n_key_value_heads
+                linear.sharding_config = _replicated_key_value() if replicated else colwise_config()
+            self.wo.sharding_config = rowwise_config(output_sp=enable_sp)
+            self.q_norm.sharding_config = _head_norm()
+            self.k_norm.sharding_config = _head_norm()
+            # Over CP too the inner attention sees its own shard only, and gathers keys and values itself:
+            # TorchTitan declares that under one of its backends, and wraps forwards under the other.
+            heads = dense_activation_placement(tp=spmd.S(2))
+            inputs = dict.fromkeys(("q_BLNH", "k_BLNH", "v_BLNH"), heads)
+            self.inner_attention.sharding_config = ShardingConfig(
+                in_src_shardings=inputs,
+                in_dst_shardings=inputs,
+                out_src_shardings=heads,
+                local_map=LocalMapConfig(in_grad_placements=(heads, heads, heads)),
+            )
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -112,3 +153,25 @@ class GatedAttention(BaseAttention):
             sequence=sequence,
         )
         return self.wo((out_BLNH * gate_BLNH.sigmoid()).flatten(2))
+
+
+def _head_norm() -> ShardingConfig:
+    """A norm inside heads. All heads share its weight, so its gradient is summed over TP."""
+    heads = dense_activation_placement(tp=spmd.S(2))
+    return ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+        in_src_shardings={"input": heads},
+        out_src_shardings=heads,
+    )
+
+
+def _replicated_key_value() -> ShardingConfig:
+    """More TP ranks than key-value heads: the weight is replicated, the output is each rank's own head."""
+    replicated = dense_activation_placement(tp=spmd.R)
+    return ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+        in_src_shardings={"input": replicated},
+        in_dst_shardings={"input": replicated},
+        out_src_shardings=dense_activation_placement(tp=spmd.S(2)),
+        local_map=LocalMapConfig(in_grad_placements=(dense_activation_placement(tp=spmd.P),)),
+    )

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models.common import Linear
 
-from titan_gdn.layers.linear_attention import LinearAttention
+from titan_gdn.layers.initialization import ONES, linear
+from titan_gdn.layers.linear_attention import Decay, LinearAttention, Widths
 from titan_gdn.layers.local_tensor import apply
-from titan_gdn.ops import chunk_gated_delta_rule
-from titan_gdn.parallel.traffic import LayerShape
+from titan_gdn.layers.norms import GatedRMSNorm
+from titan_gdn.ops.rules import GATED_DELTA_RULE
 
 
 class GatedDeltaNet(LinearAttention):
@@ -21,37 +23,49 @@ class GatedDeltaNet(LinearAttention):
     `[D, G*R*V]`.
     """
 
+    title = "Gated DeltaNet"
+    rule = GATED_DELTA_RULE
+    per_head = (*LinearAttention.per_head, "in_proj_z", "in_proj_ba")
+    exchanged = ("in_proj_qkv", "in_proj_ba")
+    full_precision = {"in_proj_ba": "decay and beta"}
+
     @dataclass(kw_only=True, slots=True)
     class Config(LinearAttention.Config):
         in_proj_z: Linear.Config
         in_proj_ba: Linear.Config
 
-        def shape(self) -> LayerShape:
-            """What the traffic model needs to know."""
-            return self.shape_of_heads(
-                exchanged=self.in_proj_qkv.out_features + self.in_proj_ba.out_features,
-                output=self.in_proj_z.out_features,
-                per_channel=False,
-            )
+    @classmethod
+    def configure(cls, widths: Widths) -> Config:
+        """The configuration of a layer of these widths, initialized as transformers' `Qwen3Next`."""
+        return super().configure(
+            widths,
+            in_proj_z=linear(widths.dim, widths.value_heads * widths.value_dim),
+            in_proj_ba=linear(widths.dim, 2 * widths.value_heads),
+            decay=Decay.Config(
+                n_value_heads=widths.value_heads,
+                param_init={"A_log": _initialize_rate, "dt_bias": nn.init.ones_},
+            ),
+            norm=GatedRMSNorm.Config(dim=widths.value_dim, eps=widths.norm_eps, param_init=ONES),
+        )
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.in_proj_z = config.in_proj_z.build()
         self.in_proj_ba = config.in_proj_ba.build()
 
-    def crossing(self) -> tuple[tuple[nn.Module, int], ...]:
-        """q, k and v, then the gates: b, a."""
-        return (self.in_proj_qkv, self.conv.weight.shape[1]), (self.in_proj_ba, 2 * self.heads_a_group)
-
     def output_gate(self, x_BLD: Tensor) -> Tensor:
-        """`z`, one linear of the hidden states."""
+        """`z`, a linear of the hidden states."""
         return apply(self.in_proj_z, x_BLD)
 
     def gates(
-        self, gates_1TgE: Tensor, narrow_1Tr: None, rate_N: Tensor, dt_bias_N: Tensor, heads: slice
+        self, gates_1TgE: Tensor, low_rank_1Tr: None, rate_N: Tensor, dt_bias_N: Tensor, heads: slice
     ) -> tuple[Tensor, Tensor]:
         """`g = rate * softplus(a + dt_bias)` and `beta = sigmoid(b)`, both `[1, T, N]`."""
         b_1TN, a_1TN = (x.flatten(2) for x in gates_1TgE.float().chunk(2, -1))
         return rate_N * F.softplus(a_1TN + dt_bias_N), b_1TN.sigmoid()
 
-    rule = staticmethod(chunk_gated_delta_rule)
+
+@torch.no_grad()
+def _initialize_rate(A_log: Tensor) -> None:
+    """Draw `A` uniformly from (0.01, 16). At 0 its logarithm is not finite (transformers #47944)."""
+    A_log.uniform_(0.01, 16).log_()

@@ -1,31 +1,46 @@
 """Kimi Delta Attention (arXiv 2510.26692). Shape suffixes as in `titan_gdn.layers.linear_attention`."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torchtitan.models.common import Linear
 
-from titan_gdn.layers.linear_attention import LinearAttention
+from titan_gdn.layers.initialization import ONES, linear
+from titan_gdn.layers.linear_attention import Decay, LinearAttention, Widths
 from titan_gdn.layers.local_tensor import apply
-from titan_gdn.ops import chunk_kda, kda_gate
-from titan_gdn.parallel.traffic import LayerShape
+from titan_gdn.layers.norms import GatedRMSNorm
+from titan_gdn.ops import kda_gate
+from titan_gdn.ops.rules import KIMI_DELTA_RULE
 
 SAFE_BOUND = -5.0
 """The strongest log decay that FLA's faster kernels take (`safe_gate`)."""
+
+_LOWEST = -torch.finfo(torch.float32).max
 
 
 class KimiDeltaAttention(LinearAttention):
     """The linear attention layer of Kimi Linear and GLM-5.3-Flash: a decay per key channel.
 
     Parameters, with `W = 2K + R*V` rows a group: `in_proj_qkv.weight` `[G*W, D]` (q, k, v0 .. v(R-1)),
-    `in_proj_b.weight` `[G*R, D]`, `conv.weight` `[G, W, C]`, the decay gate's pair `f_a.weight` `[r, D]` and
-    `f_b.weight` `[G*R*K, r]`, the output gate's `g_a.weight` `[r, D]` and `g_b.weight` `[G*R*V, r]`,
+    `in_proj_b.weight` `[G*R, D]`, `conv.weight` `[G, W, C]`, the low-rank decay gate `f_a.weight` `[r, D]`
+    and `f_b.weight` `[G*R*K, r]`, the low-rank output gate `g_a.weight` `[r, D]` and `g_b.weight`
+    `[G*R*V, r]`,
     `decay.A_log` `[G*R]` and `decay.dt_bias` `[G*R*K]`, `norm.weight` `[V]`, `out_proj.weight` `[D, G*R*V]`.
 
-    Neither wide gate crosses between ranks: the output gate is formed where its tokens are, and of the decay
-    gate the bottleneck `f_a(x)` is gathered, of which each rank expands its own heads.
+    The ranks exchange neither wide gate. Each rank computes the output gate of its own tokens. Of the decay
+    gate they exchange the low-rank product `f_a(x)`, and each rank expands it for its own heads.
     """
+
+    title = "Kimi Delta Attention"
+    rule = KIMI_DELTA_RULE
+    per_head = (*LinearAttention.per_head, "in_proj_b", "f_b", "g_b")
+    replicated = (*LinearAttention.replicated, "f_a", "g_a")
+    exchanged = ("in_proj_qkv", "in_proj_b")
+    low_rank = "f_a"
+    full_precision = {"in_proj_b": "beta", "f_a": "decay", "f_b": "decay"}
 
     @dataclass(kw_only=True, slots=True)
     class Config(LinearAttention.Config):
@@ -34,46 +49,78 @@ class KimiDeltaAttention(LinearAttention):
         f_b: Linear.Config
         g_a: Linear.Config
         g_b: Linear.Config
+        lower_bound: float | None = None
+        """Bound of the log decay, below 0: -5 in GLM-5.3-Flash. None: unbounded."""
 
-        def shape(self) -> LayerShape:
-            """What the traffic model needs to know."""
-            return self.shape_of_heads(
-                exchanged=self.in_proj_qkv.out_features + self.in_proj_b.out_features,
-                output=self.g_b.out_features,
-                bottleneck=self.f_a.out_features,
-                per_channel=True,
-            )
+        def __post_init__(self) -> None:
+            # `super()` fails here: the dataclass decorator with slots makes a new class.
+            LinearAttention.Config.__post_init__(self)
+            if self.lower_bound is not None and not _LOWEST < self.lower_bound < 0:
+                raise ValueError(
+                    f"lower_bound = {self.lower_bound}: expected a negative float32 number, which the log "
+                    "decay stays above, or none"
+                )
+
+    @classmethod
+    def configure(cls, widths: Widths, lower_bound: float | None = None) -> Config:
+        """The configuration of a layer of these widths, initialized as Kimi Linear."""
+        key_channels, value_channels = (
+            widths.value_heads * width for width in (widths.key_dim, widths.value_dim)
+        )
+        return super().configure(
+            widths,
+            in_proj_b=linear(widths.dim, widths.value_heads),
+            f_a=linear(widths.dim, widths.gate_rank),
+            f_b=linear(widths.gate_rank, key_channels),
+            g_a=linear(widths.dim, widths.gate_rank),
+            g_b=linear(widths.gate_rank, value_channels),
+            lower_bound=lower_bound,
+            decay=Decay.Config(
+                n_value_heads=widths.value_heads,
+                channels=widths.key_dim,
+                param_init={"A_log": _initialize_rate, "dt_bias": _initialize_dt_bias},
+            ),
+            norm=GatedRMSNorm.Config(
+                dim=widths.value_dim, eps=widths.norm_eps, gate="sigmoid", param_init=ONES
+            ),
+        )
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.lower_bound = config.lower_bound
         self.in_proj_b = config.in_proj_b.build()
         self.f_a = config.f_a.build()
         self.f_b = config.f_b.build()
         self.g_a = config.g_a.build()
         self.g_b = config.g_b.build()
 
-    def crossing(self) -> tuple[tuple[nn.Module, int], ...]:
-        """q, k and v, then b."""
-        return (self.in_proj_qkv, self.conv.weight.shape[1]), (self.in_proj_b, self.heads_a_group)
-
-    def bottleneck(self, x_BLD: Tensor) -> Tensor:
-        """The decay gate's, `[B, L, r]`. Each TP rank uses it for its own heads: gradients are summed."""
-        return apply(self.f_a, x_BLD, summed=True)
-
     def output_gate(self, x_BLD: Tensor) -> Tensor:
-        """A low-rank pair of the hidden states."""
+        """A low-rank product of the hidden states."""
         return apply(self.g_b, apply(self.g_a, x_BLD, summed=True))
 
     def gates(
-        self, gates_1TgE: Tensor, narrow_1Tr: Tensor, rate_N: Tensor, dt_bias_N: Tensor, heads: slice
+        self, gates_1TgE: Tensor, low_rank_1Tr: Tensor, rate_N: Tensor, dt_bias_N: Tensor, heads: slice
     ) -> tuple[Tensor, Tensor]:
-        """`g` `[1, T, N, K]`, `kda_gate` of what the bottleneck expands to, and `beta = sigmoid(b)`."""
+        """`g` `[1, T, N, K]`, the `kda_gate` of the expanded low-rank product, and `beta = sigmoid(b)`."""
         K = self.key_head_dim
-        f = apply(self.f_b, narrow_1Tr, rows=slice(heads.start * K, heads.stop * K))
-        g = kda_gate(f.unflatten(-1, (-1, K)), rate_N, dt_bias_N.view(-1, K), self.run.lower_bound)
+        f = apply(self.f_b, low_rank_1Tr, rows=slice(heads.start * K, heads.stop * K))
+        g = kda_gate(f.unflatten(-1, (-1, K)), rate_N, dt_bias_N.view(-1, K), self.lower_bound)
         return g, gates_1TgE.flatten(2).float().sigmoid()
 
-    def rule(self, *inputs: Tensor, **kernel: Any) -> tuple[Tensor, Tensor | None]:
-        """The delta rule with a decay per channel."""
-        bound = self.run.lower_bound
-        return chunk_kda(*inputs, safe_gate=bound is not None and bound >= SAFE_BOUND, **kernel)
+    def run_rule(self, *inputs: Tensor, **kernel: Any) -> tuple[Tensor, Tensor | None]:
+        """The delta rule with a decay per channel, and FLA's faster kernels where the bound allows them."""
+        safe_gate = self.lower_bound is not None and self.lower_bound >= SAFE_BOUND
+        return self.rule.run(*inputs, safe_gate=safe_gate, **kernel)
+
+
+@torch.no_grad()
+def _initialize_rate(A_log: Tensor) -> None:
+    """Draw `A` uniformly from (1, 16)."""
+    A_log.uniform_(1, 16).log_()
+
+
+@torch.no_grad()
+def _initialize_dt_bias(dt_bias: Tensor) -> None:
+    """The inverse softplus of steps that are log-uniform between 0.001 and 0.1."""
+    dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+    dt_bias.add_(torch.log(-torch.expm1(-dt)))

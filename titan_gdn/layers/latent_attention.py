@@ -9,6 +9,7 @@ C compressed width and that of the shared key, N heads, H query and key head wid
 
 from dataclasses import dataclass
 
+import spmd_types as spmd
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common import Linear, RMSNorm
@@ -16,6 +17,7 @@ from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
 
 from titan_gdn.layers.document_attention import DocumentAttention, DocumentFlexAttention
 from titan_gdn.layers.local_tensor import apply
+from titan_gdn.layers.sharding import local_region, set_weights
 from titan_gdn.parallel.collectives import gather_all, gather_sequence, in_shards
 from titan_gdn.parallel.sequence import SequenceLayout
 
@@ -51,6 +53,18 @@ class LatentAttention(BaseAttention):
         def pair_width(self) -> int:
             """Dimensions that a pair of tokens multiplies in a head: those of its score and of its value."""
             return self.key_head_dim + self.qk_rope_head_dim + self.value_head_dim
+
+        def set_sharding(self, *, tp: int, enable_sp: bool) -> None:
+            """Declare the placements of the layer's parameters, inputs and outputs.
+
+            Args:
+                tp: degree of tensor parallelism.
+                enable_sp: sequence parallelism.
+            """
+            set_weights(spmd.S(0), self.wq, self.wkv_b)
+            set_weights(spmd.R, self.wkv_a, self.kv_norm)
+            set_weights(spmd.S(1), self.wo)
+            self.sharding_config = local_region(enable_sp, "x_BSD")
 
     def __init__(self, config: Config) -> None:
         super().__init__()

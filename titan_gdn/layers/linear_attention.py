@@ -1,55 +1,90 @@
-"""What linear attention layers are made of, whatever their decay.
+"""The base class of linear attention layers.
 
-They are made of head groups: a key head with its `R` value heads. Fused projections are laid out group by
-group, so that a contiguous run of groups is a contiguous run of rows, and no slice over ranks cuts through
-q, k or v.
+Heads come in groups: a key head and its `R` value heads. Fused projections are laid out group by group, so
+that a contiguous run of groups is a contiguous run of rows, and no shard cuts through q, k or v.
 
-Shape suffixes: B batch, L tokens of this rank, T all tokens, D model width, G head groups, g of them this
-rank's, W the rows of a group, N value heads, K and V head widths, C conv kernel, r width of a bottleneck.
+A forward hands tensors on in this order; the exchange is what context parallelism (CP) does to the layer:
+
+    x -- exchange.to_heads(project) -> y -- exchange.convolve -> q, k, v -- gates -> g, beta
+      -- exchange.recur(rule) -> out -- exchange.to_tokens -> out of own tokens -- norm, gate -- out_proj
+
+Shape suffixes: B batch, L tokens of this rank, T all tokens, D model width, G head groups of this TP rank, g
+of them those of this CP rank, W rows of a group, E rows of a group's gates, N value heads, K and V head
+widths, C kernel of the convolution, r width of a low-rank gate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar
 
+import spmd_types as spmd
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common import Linear
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
 
+from titan_gdn.layers.initialization import linear
 from titan_gdn.layers.local_tensor import apply, local
 from titan_gdn.layers.norms import GatedRMSNorm
+from titan_gdn.layers.sharding import local_region, set_weights
 from titan_gdn.ops import causal_conv1d
 from titan_gdn.ops.backends import Backend
-from titan_gdn.parallel.cost import Machine
-from titan_gdn.parallel.exchange import Exchange, NoExchange, make_exchange
+from titan_gdn.ops.rules import Rule
+from titan_gdn.parallel.exchange.base import Exchange
+from titan_gdn.parallel.exchange.local import NoExchange
+from titan_gdn.parallel.exchange.registry import choices, make_exchange
+from titan_gdn.parallel.machine import Machine
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.parallel.traffic import LayerShape
 
 
 @dataclass(kw_only=True, slots=True)
 class LinearAttentionConfig:
-    """How all linear attention layers of a model are run: the TOML section `[linear_attention]`."""
+    """How a model runs its linear attention layers: the section `[linear_attention]` of a TOML file."""
 
     kernel: Backend = "auto"
-    """Backend of the convolution and the rule: FLA's Triton kernels, PyTorch, or "auto": FLA where it
-    runs, PyTorch elsewhere."""
+    """Backend of the convolution and the rule: "fla" (FLA's Triton kernels), "torch" (PyTorch), or "auto",
+    which takes FLA where its kernels run and PyTorch elsewhere."""
 
-    exchange: Literal["auto", "all_to_all", "all_gather", "state"] = "auto"
-    """What crosses between the ranks of context parallelism: "all_to_all" exchanges projected tokens for
-    heads, "all_gather" gathers hidden states, "state" hands the recurrent state on; "auto": what takes the
-    least time on `machine`, see the log."""
+    exchange: str = field(default="auto", metadata={"choices": choices})
+    """What the ranks of context parallelism exchange: "all_to_all" exchanges tokens for heads, "all_gather"
+    gathers hidden states, "state" passes the recurrent state on. "auto" takes the exchange that costs the
+    least time on `machine` and logs why."""
 
     regather: bool = False
-    """Without activation checkpointing, save memory by communicating again in the backward: with
-    "all_gather" hidden states are gathered again, with "state" the segments' transitions."""
+    """Save memory by communicating again in the backward: "all_gather" gathers hidden states again, "state"
+    the transitions of segments. Not needed with activation checkpointing."""
 
     machine: Machine = Machine()
-    """What "auto" chooses for."""
+    """The machine for which "auto" chooses."""
 
-    lower_bound: float | None = None
-    """Of Kimi Delta Attention's log decay, as GLM-5.3-Flash bounds it at -5; none: unbounded."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """The sizes that determine a linear attention layer.
+
+    Attributes:
+        dim: `D`, width of the hidden states.
+        key_heads: number of key heads, which is the number of head groups.
+        value_heads: number of value heads, a multiple of `key_heads`.
+        key_dim: `K`, width of a key head.
+        value_dim: `V`, width of a value head.
+        conv_kernel: `C`, tokens that the convolution sees.
+        gate_rank: `r`, width of low-rank gates, for layers that have them.
+        norm_eps: epsilon of the output norm.
+    """
+
+    dim: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int = 4
+    gate_rank: int = 128
+    norm_eps: float = 1e-6
 
 
 class Decay(Module):
@@ -92,12 +127,33 @@ class GroupedConv(Module):
 
 
 class LinearAttention(Module):
-    """A layer whose tokens mix by a rule with a state; subclasses say which rule, and how they gate it.
+    """A layer that mixes tokens by a recurrence with a state.
 
-    Heads are split over TP in whole groups, and of a TP rank's groups each CP rank computes its share, with
-    the rows of the weights that belong to it. The layer works on local tensors (see its
-    `sharding_config`); `exchange` is what context parallelism is to it.
+    A subclass declares what is true of it, and nothing about it is written anywhere else:
+
+    - `title`: its name in logs and tables.
+    - `rule`: the recurrence (`titan_gdn.ops.rules`).
+    - `per_head`: its linears whose rows belong to heads. TP shards them over dimension 0.
+    - `replicated`: its linears and norms that are whole on every TP rank.
+    - `exchanged`: the linears of `per_head` whose products the rule needs of all tokens, `in_proj_qkv`
+      first. Their rows stand head group by head group.
+    - `low_rank`: the linear of `replicated` whose narrow product every rank needs of all tokens, whatever
+      its heads; None if there is none.
+    - `full_precision`: its linears that are never quantized, and what each one makes.
+
+    It implements `gates` and `output_gate`, and `configure`, which makes its `Config` from `Widths`.
+
+    Heads are sharded over TP in whole groups. Of a TP rank's groups, each CP rank runs its share with the
+    rows of the weights that belong to them. The layer computes on local tensors (see `Config.set_sharding`).
     """
+
+    title: ClassVar[str]
+    rule: ClassVar[Rule]
+    per_head: ClassVar[tuple[str, ...]] = ("in_proj_qkv", "conv")
+    replicated: ClassVar[tuple[str, ...]] = ("norm",)
+    exchanged: ClassVar[tuple[str, ...]] = ("in_proj_qkv",)
+    low_rank: ClassVar[str | None] = None
+    full_precision: ClassVar[dict[str, str]] = {}
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -112,29 +168,99 @@ class LinearAttention(Module):
         out_proj: Linear.Config
         run: LinearAttentionConfig
 
-        def shape(self) -> LayerShape:
-            """What the traffic model needs to know."""
-            raise NotImplementedError
+        def __post_init__(self) -> None:
+            layer = self._owner
+            modules = {f.name for f in fields(self) if isinstance(getattr(self, f.name), Module.Config)}
+            placed = {*layer.per_head, *layer.replicated, "out_proj", "decay"}
+            for name in sorted(modules - placed):
+                raise ValueError(
+                    f"{layer.__name__}.{name} has no placement: add it to {layer.__name__}.per_head (sharded "
+                    "over TP by heads) or .replicated (whole on every TP rank)"
+                )
+            low_rank = () if layer.low_rank is None else (layer.low_rank,)
+            for declaration, names, possible in (
+                ("per_head", layer.per_head, modules),
+                ("replicated", layer.replicated, modules),
+                ("exchanged", layer.exchanged, layer.per_head),
+                ("low_rank", low_rank, layer.replicated),
+                ("full_precision", layer.full_precision, modules),
+            ):
+                for name in sorted(set(names) - set(possible)):
+                    raise ValueError(
+                        f"{layer.__name__}.{declaration} names {name!r}: expected names among "
+                        f"{', '.join(sorted(possible))}"
+                    )
 
-        def shape_of_heads(self, **own: Any) -> LayerShape:
-            """A layer's shape: what follows from its heads, and its `own` rest."""
+        def shape(self) -> LayerShape:
+            """The layer as the traffic model sees it."""
+            layer = self._owner
             return LayerShape(
                 width=self.in_proj_qkv.in_features,
+                exchanged=sum(getattr(self, name).out_features for name in layer.exchanged),
+                output=self.n_value_heads * self.value_head_dim,
+                low_rank=getattr(self, layer.low_rank).out_features if layer.low_rank else 0,
                 key_heads=self.n_key_heads,
                 value_heads=self.n_value_heads,
                 key_dim=self.key_head_dim,
                 value_dim=self.value_head_dim,
                 channels=self.in_proj_qkv.out_features,
                 kernel_size=self.conv.kernel_size,
-                fla=self.run.kernel != "torch",
-                **own,
+                rule=layer.rule,
+                fla=self.run.kernel != "torch" and layer.rule.fla is not None,
             )
+
+        def set_sharding(self, *, tp: int, enable_sp: bool) -> None:
+            """Declare the placements of the layer's parameters, inputs and outputs.
+
+            Args:
+                tp: degree of tensor parallelism.
+                enable_sp: sequence parallelism.
+            """
+            layer = self._owner
+            set_weights(spmd.S(0), *(getattr(self, name) for name in layer.per_head))
+            set_weights(spmd.R, *(getattr(self, name) for name in layer.replicated))
+            set_weights(spmd.S(1), self.out_proj)
+            per_head = dense_param_placement(tp=spmd.S(0))
+            self.decay.sharding_config = ShardingConfig(
+                state_shardings={"A_log": per_head, "dt_bias": per_head}
+            )
+            self.sharding_config = local_region(enable_sp, "x_BLD", rate_N=per_head, dt_bias_N=per_head)
+
+    @classmethod
+    def configure(cls, widths: Widths, **own: Any) -> Config:
+        """The configuration of a layer of these widths; it trains from its initial weights.
+
+        Args:
+            widths: of the layer.
+            **own: the fields of the subclass's `Config`, and `decay` and `norm`. A subclass passes them on.
+        """
+        width = 2 * widths.key_dim + widths.value_heads // widths.key_heads * widths.value_dim
+        bound = widths.conv_kernel**-0.5  # what torch.nn.Conv1d takes for one input channel
+        return cls.Config(
+            n_key_heads=widths.key_heads,
+            n_value_heads=widths.value_heads,
+            key_head_dim=widths.key_dim,
+            value_head_dim=widths.value_dim,
+            run=LinearAttentionConfig(),
+            in_proj_qkv=linear(widths.dim, widths.key_heads * width),
+            conv=GroupedConv.Config(
+                n_groups=widths.key_heads,
+                group_width=width,
+                kernel_size=widths.conv_kernel,
+                param_init={"weight": partial(nn.init.uniform_, a=-bound, b=bound)},
+            ),
+            out_proj=linear(widths.value_heads * widths.value_dim, widths.dim),
+            **own,
+        )
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.key_head_dim = config.key_head_dim
         self.value_head_dim = config.value_head_dim
-        self.heads_a_group = config.n_value_heads // config.n_key_heads
+        self.value_heads_per_group = config.n_value_heads // config.n_key_heads
+        self.rows_per_group = {
+            name: getattr(config, name).out_features // config.n_key_heads for name in self.exchanged
+        }
         self.run = config.run
         self.in_proj_qkv = config.in_proj_qkv.build()
         self.conv = config.conv.build()
@@ -143,52 +269,52 @@ class LinearAttention(Module):
         self.out_proj = config.out_proj.build()
         self.exchange: Exchange = NoExchange()
 
-    def crossing(self) -> tuple[tuple[nn.Module, int], ...]:
-        """The linears whose products cross between ranks, each with its rows a group; `in_proj_qkv` first."""
-        raise NotImplementedError
-
-    def bottleneck(self, x_BLD: Tensor) -> Tensor | None:
-        """What the rule needs of every token whatever the head, `[B, L, r]`; None: nothing."""
-        return None
-
     def gates(
         self,
         gates_1TgE: Tensor,
-        narrow_1Tr: Tensor | None,
+        low_rank_1Tr: Tensor | None,
         rate_N: Tensor,
         dt_bias_N: Tensor,
         heads: slice,
     ) -> tuple[Tensor, Tensor]:
-        """Log decay `g` and write strength `beta` of all tokens of some heads, float32.
+        """The log decay `g` and the write strength `beta` of all tokens for some heads, float32.
 
         Args:
-            gates_1TgE: products of the linears that cross beside `in_proj_qkv`.
-            narrow_1Tr: `bottleneck` of all tokens.
-            rate_N: of these heads, as `dt_bias_N`.
-            dt_bias_N: see `Decay`.
-            heads: which they are of the TP rank's value heads.
+            gates_1TgE: products of the linears in `exchanged` after `in_proj_qkv`, group by group.
+            low_rank_1Tr: product of the linear `low_rank`, None if there is none.
+            rate_N: decay rate of these heads, the first result of `Decay`.
+            dt_bias_N: bias of the decay's argument for these heads, the second result of `Decay`.
+            heads: which of the TP rank's value heads these are.
+
+        Returns:
+            `g` `[1, T, N]`, or `[1, T, N, K]` where the rule decays per channel, and `beta` `[1, T, N]`.
         """
         raise NotImplementedError
 
-    def rule(
-        self, q_1TgK: Tensor, k_1TgK: Tensor, v_1TNV: Tensor, g_1TN: Tensor, beta_1TN: Tensor, **kernel: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """The layer's chunked rule, one of `titan_gdn.ops`."""
+    def output_gate(self, x_BLD: Tensor) -> Tensor:
+        """The argument of the output's gate for all heads of the TP rank, `[B, L, N * V]`."""
         raise NotImplementedError
 
-    def output_gate(self, x_BLD: Tensor) -> Tensor:
-        """The argument of the output's gate, `[B, L, N * V]`, all heads of the TP rank."""
-        raise NotImplementedError
+    def run_rule(self, *inputs: Tensor, **kernel: Any) -> tuple[Tensor, Tensor | None]:
+        """Run `rule`; a layer overrides this to add arguments of its own."""
+        return self.rule.run(*inputs, **kernel)
+
+    def project_low_rank(self, x_BLD: Tensor) -> Tensor | None:
+        """What the rule needs of every token whatever the head, `[B, L, r]`; None if there is nothing.
+
+        TP ranks use it for different heads, so its gradients are partial sums.
+        """
+        return None if self.low_rank is None else apply(getattr(self, self.low_rank), x_BLD, summed=True)
 
     def split_sequence(self, cp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
-        """Say over which ranks sequences are split.
+        """Set the sub-meshes over which sequences are sharded.
 
         Args:
             cp_mesh: the CP sub-mesh, None without context parallelism.
-            tp_mesh: the TP sub-mesh, where hidden states are sharded over it between layers.
+            tp_mesh: the TP sub-mesh if hidden states are sharded over it between layers, else None.
 
         Raises:
-            ValueError: the exchange is still "auto"; a model chooses one when it is configured.
+            ValueError: the exchange is still "auto". A model chooses one when it is configured.
         """
         self.exchange = make_exchange(self.run.exchange, cp_mesh, tp_mesh, self.run.regather)
 
@@ -209,30 +335,31 @@ class LinearAttention(Module):
         """
         conv_GWC = local(self.conv.weight)
         groups = self.exchange.groups(conv_GWC.shape[0])
-        heads = slice(groups.start * self.heads_a_group, groups.stop * self.heads_a_group)
-        y_BTgW, narrow_BTr, home_BLD = self.exchange.to_heads(
-            x_BLD, self.project, self.bottleneck, conv_GWC.shape[0], sequence
+        per_group = self.value_heads_per_group
+        heads = slice(groups.start * per_group, groups.stop * per_group)
+        y_BTgW, low_rank_BTr, x_local_BLD = self.exchange.to_heads(
+            x_BLD, self.project, self.project_low_rank, conv_GWC.shape[0], sequence
         )
         biases = slice(heads.start * self.decay.channels, heads.stop * self.decay.channels)
         out_BTNV = self.mix(
-            y_BTgW, narrow_BTr, conv_GWC[groups], rate_N[heads], dt_bias_N[biases], heads, sequence
+            y_BTgW, low_rank_BTr, conv_GWC[groups], rate_N[heads], dt_bias_N[biases], heads, sequence
         )
         out_BLNV = self.exchange.to_tokens(out_BTNV, sequence)
-        gate_BLNV = self.output_gate(home_BLD).unflatten(-1, (-1, self.value_head_dim))
+        gate_BLNV = self.output_gate(x_local_BLD).unflatten(-1, (-1, self.value_head_dim))
         return apply(self.out_proj, apply(self.norm, out_BLNV, gate_BLNV, summed=True).flatten(2))
 
     def project(self, x_BLD: Tensor, groups: slice) -> Tensor:
-        """Everything that crosses, of some groups, in one tensor, q, k and v first: `[B, L, g, W + ...]`."""
+        """The exchanged products of some groups as one tensor `[B, L, g, W + E]`; q, k and v first."""
         parts = []
-        for linear, width in self.crossing():
+        for name, width in self.rows_per_group.items():
             rows = slice(groups.start * width, groups.stop * width)
-            parts.append(apply(linear, x_BLD, rows=rows).unflatten(-1, (-1, width)))
+            parts.append(apply(getattr(self, name), x_BLD, rows=rows).unflatten(-1, (-1, width)))
         return torch.cat(parts, -1)
 
     def mix(
         self,
         y_BTgW: Tensor,
-        narrow_BTr: Tensor | None,
+        low_rank_BTr: Tensor | None,
         conv_gWC: Tensor,
         rate_N: Tensor,
         dt_bias_N: Tensor,
@@ -250,8 +377,8 @@ class LinearAttention(Module):
         qkv_1TgW = qkv_1TgW.unflatten(-1, (-1, width))
         q, k, v = qkv_1TgW.split([K, K, width - 2 * K], -1)
         v_1TNV = v.unflatten(-1, (-1, V)).flatten(2, 3)
-        narrow_1Tr = None if narrow_BTr is None else narrow_BTr.flatten(0, 1).unsqueeze(0)
-        g, beta = self.gates(gates_1TgE, narrow_1Tr, rate_N, dt_bias_N, heads)
-        rule = partial(self.rule, use_qk_l2norm_in_kernel=True, backend=self.run.kernel)
+        low_rank_1Tr = None if low_rank_BTr is None else low_rank_BTr.flatten(0, 1).unsqueeze(0)
+        g, beta = self.gates(gates_1TgE, low_rank_1Tr, rate_N, dt_bias_N, heads)
+        rule = partial(self.run_rule, use_qk_l2norm_in_kernel=True, backend=self.run.kernel)
         out_1TNV = self.exchange.recur(rule, q, k, v_1TNV, g, beta, sequence)
         return out_1TNV.reshape(batch, length, -1, V)

@@ -1,21 +1,24 @@
-"""The models by the name a TOML file gives them, one folder each."""
+"""The model families by the names that a TOML file gives them, one folder each."""
 
 import importlib
 from types import ModuleType
 
-MODELS: tuple[str, ...] = ("qwen3_next", "kimi_linear")
-"""Names that `[model] name` may take."""
+MODELS: dict[str, str] = {
+    "qwen3_next": "titan_gdn.models.qwen3_next",
+    "kimi_linear": "titan_gdn.models.kimi_linear",
+}
+"""What `[model] name` may be, and the package of each family."""
 
 
 def load(name: str) -> ModuleType:
-    """Import the model package `name`.
+    """Import the package of a model family.
 
-    It offers `flavors` (name to builder of the model's `Config`) and `model_registry`; its
-    `config_registry` offers `trainer_config`.
+    It has `flavors` (see `titan_gdn.models.hybrid.Flavor`) and `model_registry`, and a module
+    `config_registry` with `trainer_config`.
 
     Raises:
-        ValueError: `name` is not one of `MODELS`.
+        ValueError: `name` is not in `MODELS`.
     """
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; the models are {', '.join(MODELS)}")
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(MODELS[name])

@@ -1,132 +1,35 @@
 """What an exchange costs in time on a machine, and which one `exchange = "auto"` takes.
 
-The machine is a model: per mesh axis one link, a rate of floating point operations, a memory. Nothing is
-taken to overlap, neither the axes with each other nor communication with computation, so times are upper
-bounds, and what overlaps well is ranked too low.
+The machine is a model: one link for each mesh axis, a rate of floating point operations, a memory. Nothing
+overlaps in it, neither the two axes nor communication and computation. So times are upper bounds, and
+exchanges whose communication overlaps well rank too low.
 """
 
-import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from titan_gdn.parallel.exchange import ExchangeName
-from titan_gdn.parallel.traffic import (
-    EXCHANGES,
-    LayerShape,
-    PassCost,
-    ShardedBatch,
-    Traffic,
-    impossible,
-    traffic,
-)
-
-LinkName = Literal["nvlink", "infiniband", "efa", "tcp"]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a mesh axis communicates over.
-
-    Attributes:
-        bandwidth: bytes a second that a rank sends, that is a network card's over the ranks that share it.
-        latency: seconds that a collective takes however little it sends.
-    """
-
-    bandwidth: float
-    latency: float
-
-
-# Bandwidths are nine tenths of what the hardware sends in one direction, but for NVLink, where collectives
-# that the switch does not reduce reach eight tenths, and EFA. Latencies of the first two are those of NCCL's
-# own model (src/graph/tuning.cc: 8.4 us of a ring, 3.4 us a hop over NVLink and 14 over a network); EFA's
-# and TCP's are of the order that nccl-tests show for small messages, not from a published figure.
-LINKS: dict[LinkName, Link] = {
-    "nvlink": Link(360e9, 12e-6),  # NVLink 4, H100: 900 GB/s, half of it each way
-    "infiniband": Link(45e9, 22e-6),  # NDR, 400 Gb/s, a card for each GPU
-    "efa": Link(40e9, 50e-6),  # AWS p5 and p6: 3,200 Gb/s for 8 GPUs
-    "tcp": Link(1.4e9, 100e-6),  # 100 Gb/s for 8 GPUs
-}
+from titan_gdn.parallel.exchange.registry import EXCHANGES, impossible, traffic
+from titan_gdn.parallel.machine import Machine
+from titan_gdn.parallel.traffic import LayerShape, PassCost, ShardedBatch, Traffic
 
 TIE = 0.01
-"""Of the cheapest, as much more as counts for nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What an exchange is chosen for: the TOML section `[linear_attention.machine]`. The defaults: H100s.
-
-    Raises:
-        ValueError: a number that is not positive.
-    """
-
-    gpus_per_node: int = 8
-    """Consecutive ranks that the link inside a node connects."""
-
-    inside: LinkName = "nvlink"
-    """The link inside a node."""
-
-    across: LinkName = "infiniband"
-    """The link between nodes."""
-
-    inside_bandwidth: float | None = None
-    """GB/s that a rank sends inside a node, instead of the link's."""
-
-    across_bandwidth: float | None = None
-    """GB/s that a rank sends between nodes, instead of the link's: a card's over the ranks that share it."""
-
-    inside_latency: float | None = None
-    """Microseconds of a collective inside a node, instead of the link's."""
-
-    across_latency: float | None = None
-    """Microseconds of a collective between nodes, instead of the link's."""
-
-    tflops: float = 200.0
-    """TFLOP/s of what an exchange computes in addition, chunked rules and narrow products: a fifth of what
-    an H100 is sold for in dense bfloat16, where whole models reach two fifths."""
-
-    memory: float = 80.0
-    """GiB of a device."""
-
-    def __post_init__(self) -> None:
-        for name in ("inside", "across"):
-            if getattr(self, name) not in LINKS:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: expected one of {', '.join(LINKS)}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and not 0 < value < math.inf:
-                raise ValueError(f"{field.name} = {value}: expected a positive number")
-
-    def link(self, stride: int, size: int) -> Link:
-        """What a mesh axis communicates over, all of it, if only some of its ranks are on other nodes.
-
-        Args:
-            stride: between its ranks: 1 for TP, the innermost axis, and `tp` for CP.
-            size: ranks of it.
-        """
-        where = "inside" if stride * size <= self.gpus_per_node else "across"
-        link = LINKS[getattr(self, where)]
-        bandwidth, latency = (getattr(self, f"{where}_{name}") for name in ("bandwidth", "latency"))
-        return Link(
-            link.bandwidth if bandwidth is None else bandwidth * 1e9,
-            link.latency if latency is None else latency * 1e-6,
-        )
+"""Exchanges that cost up to this share more than the cheapest count as equally fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A layer under an exchange, forward and backward of one batch on one rank, in seconds.
+    """Seconds of a layer under an exchange, for forward and backward of one batch on one rank.
 
-    Times are those of communication, and of computation beyond this rank's share of the layer's.
+    Counts communication, and computation in addition to this rank's share of the layer.
 
     Attributes:
-        forward: of the forward.
-        recompute: of the forward once more, where the layer is checkpointed.
-        backward: of the backward.
-        over_cp: of all three, communication over CP.
-        over_tp: of all three, communication over TP.
-        compute: of all three, computation; below 0 where the exchange saves some.
-        done: bytes, messages and FLOPs of all three.
+        forward: seconds of the forward.
+        recompute: seconds of the forward that activation checkpointing repeats in the backward.
+        backward: seconds of the backward.
+        over_cp: seconds of communication over CP in all three passes.
+        over_tp: seconds of communication over TP in all three passes.
+        compute: seconds of computation in all three passes. Negative if the exchange saves some.
+        done: bytes, messages and FLOPs of all three passes.
     """
 
     forward: float
@@ -139,136 +42,140 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """All three passes, which is also the sum of communication and computation."""
+        """Seconds of all three passes."""
         return self.forward + self.recompute + self.backward
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `choose` takes.
+    """What `choose` returns.
 
     Attributes:
-        name: the exchange.
-        costs: of each that can be.
-        impossible: of each that cannot be, why.
-        reason: in one line, the numbers.
+        name: the exchange that it takes.
+        costs: the cost of each possible exchange.
+        impossible: for each of the others, why it is impossible.
+        reason: the numbers that decide, in one line.
     """
 
-    name: ExchangeName
-    costs: dict[ExchangeName, Cost]
-    impossible: dict[ExchangeName, str]
+    name: str
+    costs: dict[str, Cost]
+    impossible: dict[str, str]
     reason: str
 
 
 def cost(
-    traffic: Traffic, split: ShardedBatch, machine: Machine, recompute: bool, saved: bool = False
+    traffic: Traffic, batch: ShardedBatch, machine: Machine, recompute: bool, saved: bool = False
 ) -> Cost:
     """The time of a layer under an exchange.
 
     Args:
         traffic: what it sends and computes.
-        split: the mesh, which says what link each axis has.
+        batch: the batch and the mesh, which determines the link of each axis.
         machine: what it runs on.
-        recompute: activation checkpointing repeats the forward in the backward, its collectives included.
-        saved: but not those over CP and what is computed for them, whose results it keeps.
+        recompute: whether activation checkpointing repeats the forward, collectives included, in the
+            backward.
+        saved: whether it keeps the results of collectives over CP and of what is computed for them, so that
+            these are not repeated.
     """
     again = traffic.forward if recompute else PassCost()
     if saved:
         again = replace(again, cp_bytes=0, cp_messages=0, flops=0)
     passes = [traffic.forward, again, traffic.backward]
-    cp, tp = machine.link(split.tp, split.cp), machine.link(1, split.tp)
+    cp, tp = machine.link(batch.tp, batch.cp), machine.link(1, batch.tp)
 
-    def parts(leg: PassCost) -> tuple[float, float, float]:
+    def seconds(sent: PassCost) -> tuple[float, float, float]:
         return (
-            leg.cp_bytes / cp.bandwidth + leg.cp_messages * cp.latency,
-            leg.tp_bytes / tp.bandwidth + leg.tp_messages * tp.latency,
-            leg.flops / (machine.tflops * 1e12),
+            sent.cp_bytes / cp.bandwidth + sent.cp_messages * cp.latency,
+            sent.tp_bytes / tp.bandwidth + sent.tp_messages * tp.latency,
+            sent.flops / (machine.tflops * 1e12),
         )
 
     done = sum(passes, PassCost())
-    return Cost(*(sum(parts(leg)) for leg in passes), *parts(done), done)
+    return Cost(*(sum(seconds(sent)) for sent in passes), *seconds(done), done)
 
 
 def choose(
     shape: LayerShape,
-    split: ShardedBatch,
+    batch: ShardedBatch,
     machine: Machine,
     recompute: bool,
     layers: int = 1,
-    saved: Collection[ExchangeName] = (),
+    saved: Collection[str] = (),
 ) -> Choice:
-    """The exchange that takes the least time.
+    """Take the exchange that costs the least time.
 
-    Of those within 1% of it, the one whose buffers take the least memory. One whose buffers do not fit the
-    device, next to nothing else, is ruled out.
+    Among those within 1% of the cheapest, takes the one with the smallest buffers. An exchange whose buffers
+    alone do not fit the device is impossible.
 
     Args:
         shape: the layer.
-        split: the batch and the mesh.
+        batch: the batch and the mesh.
         machine: what it runs on.
-        recompute: see `cost`; nothing is then kept but by the layer that is being repeated.
-        layers: how many such layers keep something from forward to backward at once, each as often as
-            micro-batches of a pipeline are on their way.
+        recompute: whether activation checkpointing repeats the forward in the backward. Then only the layer
+            that is being repeated keeps something, except under `saved` exchanges.
+        layers: how many layers keep something from forward to backward at the same time. In a pipeline a
+            layer counts once for each micro-batch in flight.
         saved: exchanges whose results are kept although layers are checkpointed.
 
     Raises:
         ValueError: no exchange is possible; says why each is not.
     """
-    costs, without, buffers = {}, {}, {}
+    costs, ruled_out, buffers = {}, {}, {}
     for name in EXCHANGES:
-        if reason := impossible(name, shape, split):
-            without[name] = reason
+        if reason := impossible(name, shape, batch):
+            ruled_out[name] = reason
             continue
-        sent = traffic(name, shape, split)
+        sent = traffic(name, shape, batch)
         kept = sent.kept * (1 if recompute and name not in saved else layers)
         buffers[name] = sent.transient + kept
         if buffers[name] > machine.memory * 2**30:
-            without[name] = (
+            ruled_out[name] = (
                 f"its buffers take {_gib(buffers[name])}, {_gib(kept)} of them from forward to "
                 f"backward, and the device has {machine.memory:g} GiB (linear_attention.machine.memory)"
             )
         else:
-            costs[name] = cost(sent, split, machine, recompute, name in saved)
+            costs[name] = cost(sent, batch, machine, recompute, name in saved)
     if not costs:
-        raise ValueError(f"no exchange is possible: {_listed(without)}")
+        raise ValueError(f"no exchange is possible: {_with_reasons(ruled_out)}")
     ranked = sorted(costs, key=lambda name: costs[name].total)
-    # Costs below 0 are possible: an exchange may save more than it sends.
+    # An exchange may save more than it sends, so costs may be negative.
     limit = costs[ranked[0]].total + TIE * abs(costs[ranked[0]].total)
     name = min((name for name in ranked if costs[name].total <= limit), key=buffers.__getitem__)
-    told = [f"{name} {_told(costs[name])}" for name in ranked]
-    if without:
-        told.append(f"impossible: {_listed(without)}")
+    clauses = [f"{name} {_breakdown(costs[name])}" for name in ranked]
+    if ruled_out:
+        clauses.append(f"impossible: {_with_reasons(ruled_out)}")
     if name != ranked[0]:
-        told.append(
+        clauses.append(
             f"{name} is within 1% of {ranked[0]} and its buffers take {_gib(buffers[name])}, not "
             f"{_gib(buffers[ranked[0]])}"
         )
     links = (
-        f"{axis} {link.bandwidth / 1e9:g} GB/s and {link.latency * 1e6:g} us a message"
-        for axis, link in (("CP", machine.link(split.tp, split.cp)), ("TP", machine.link(1, split.tp)))
+        f"{axis} {link.bandwidth / 1e9:g} GB/s and {link.latency * 1e6:g} us per message"
+        for axis, link in (("CP", machine.link(batch.tp, batch.cp)), ("TP", machine.link(1, batch.tp)))
     )
     passes = "forward, recompute and backward" if recompute else "forward and backward"
-    machine_told = f"with {', '.join(links)}, {machine.tflops:g} TFLOP/s"
-    return Choice(name, costs, without, f"a layer's {passes}, {machine_told}: {'; '.join(told)}")
+    setting = f"{passes} of one layer with {', '.join(links)}, {machine.tflops:g} TFLOP/s"
+    return Choice(name, costs, ruled_out, f"{setting}: {'; '.join(clauses)}")
 
 
-def by_reason(without: dict[ExchangeName, str]) -> dict[str, list[ExchangeName]]:
-    """The exchanges that cannot be, by what they cannot for."""
-    names: dict[str, list[ExchangeName]] = {}
-    for name, reason in without.items():
+def grouped_by_reason(impossible: dict[str, str]) -> dict[str, list[str]]:
+    """The impossible exchanges, grouped by reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in impossible.items():
         names.setdefault(reason, []).append(name)
     return names
 
 
-def _listed(without: dict[ExchangeName, str]) -> str:
-    return "; ".join(f"{' and '.join(names)}, for {reason}" for reason, names in by_reason(without).items())
+def _with_reasons(impossible: dict[str, str]) -> str:
+    groups = grouped_by_reason(impossible).items()
+    return "; ".join(f"{' and '.join(names)}, because {reason}" for reason, names in groups)
 
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.4g} GiB"
 
 
-def _told(cost: Cost) -> str:
+def _breakdown(cost: Cost) -> str:
     done = cost.done
     return (
         f"{cost.total * 1e3:.3f} ms = over CP {cost.over_cp * 1e3:.3f} ({done.cp_bytes / 1e6:.3f} MB, "

@@ -11,7 +11,7 @@ from titan_gdn.runtime.silence import silence_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Plan a run and print what comes of it.
+    """Plan a run and print the plan.
 
     Args:
         argv: the command line, `sys.argv[1:]` by default.
@@ -27,16 +27,20 @@ def main(argv: list[str] | None = None) -> None:
     from titan_gdn.config.load import ConfigError, load_config
     from titan_gdn.plan.plan import by_kind, make_plan, sweep
 
-    logger.setLevel(logging.ERROR)  # it would comment on a run that is none
+    logger.setLevel(logging.ERROR)  # TorchTitan would log about a run that does not happen
     key, values = options.sweep or ("", [])
     try:
         config = load_config(options.run, options.world_size, here=False)
         plan = make_plan(config, options.world_size)
         swept = sweep(config, options.world_size, key, values) if options.sweep else {}
         if options.plot and not by_kind(swept):
-            raise ConfigError(f"command line: --plot: nothing of the sweep can be: {swept[values[0]]}")
-        if options.plot and all(x.split.cp == 1 for kind in by_kind(swept) for x in kind.values()):
-            raise ConfigError("command line: --plot: without context parallelism nothing is exchanged")
+            raise ConfigError(
+                f"command line: --plot: all values of the sweep are impossible: {swept[values[0]]}"
+            )
+        if options.plot and all(x.batch.cp == 1 for kind in by_kind(swept) for x in kind.values()):
+            raise ConfigError(
+                "command line: --plot: without context parallelism there is no exchange to draw"
+            )
     except ConfigError as error:
         _refuse(error)
     if options.plot:
@@ -44,10 +48,10 @@ def main(argv: list[str] | None = None) -> None:
 
         draw(swept, key, options.plot)
     if options.json:
-        told = plan.as_json()
+        figures = plan.as_json()
         if options.sweep:
-            told["sweep"] = {"key": key, "values": {value: _told(kinds) for value, kinds in swept.items()}}
-        print(json.dumps(told, indent=2))
+            figures["sweep"] = {"key": key, "values": {value: _json(kinds) for value, kinds in swept.items()}}
+        print(json.dumps(figures, indent=2))
         return
     from titan_gdn.plan.table import print_plan, print_sweep
 
@@ -61,7 +65,7 @@ def _refuse(error: ValueError) -> NoReturn:
     sys.exit(2)
 
 
-def _told(kinds: "list[Exchanges] | str") -> list[dict[str, Any]] | str:  # noqa: F821 (imported late)
+def _json(kinds: "list[Exchanges] | str") -> list[dict[str, Any]] | str:  # noqa: F821 (imported late)
     return kinds if isinstance(kinds, str) else [kind.as_json() for kind in kinds]
 
 

@@ -1,6 +1,7 @@
-"""What a block keeps and holds: its own code, run with fake tensors of a rank's shapes and watched.
+"""The memory of a block, tracked while its own code runs with fake tensors of a rank's shapes.
 
-No collective runs. What one gives is a tensor of its size, so that what is alive is what would be.
+No collective runs. Stand-ins return tensors of the size that a collective would return, so that the same
+tensors are alive.
 """
 
 from collections.abc import Callable
@@ -14,25 +15,22 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from titan_gdn.layers.gated_attention import GatedAttention
-from titan_gdn.layers.gated_delta_net import GatedDeltaNet
-from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.latent_attention import LatentAttention
 from titan_gdn.layers.linear_attention import Decay, LinearAttention
-from titan_gdn.models.hybrid.model import HybridBlock
-from titan_gdn.ops.gated_delta_rule.fla_backend import fla_rule_forward as fla_gated_delta_rule
-from titan_gdn.ops.kda.fla_backend import fla_rule_forward as fla_kda
+from titan_gdn.models.hybrid.block import HybridBlock
+from titan_gdn.ops.rules import FLAOperator
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.parallel.traffic import ShardedBatch
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """Bytes of a block on a rank, without its parameters and what an exchange adds.
+    """Bytes of a block on a rank, without its parameters and without what an exchange adds.
 
     Attributes:
-        kept: from forward to backward, what it was given included if it keeps that.
-        peak: at most, during its backward: what it keeps or computes again, gradients of its parameters
-            before they are reduced, everything in between.
+        kept: from forward to backward, including the block's input if the block keeps it.
+        peak: the maximum during its backward: what the block keeps or recomputes, the gradients of its
+            parameters before they are reduced, and temporary tensors.
     """
 
     kept: int
@@ -42,37 +40,37 @@ class BlockMemory:
 def block_memory(
     block: HybridBlock,
     width: int,
-    split: ShardedBatch,
+    batch: ShardedBatch,
     dtype: torch.dtype,
     checkpointed: Callable[[nn.Module], nn.Module],
 ) -> BlockMemory:
-    """Run a block forward and backward.
+    """Run the forward and backward of a block and return the memory that they need.
 
     Args:
-        block: on any device, its parameters those of one TP rank. It is changed.
-        width: `D`, of the hidden states.
-        split: the batch and the mesh; each of its rows is one document.
-        dtype: of activations, and of parameters but the decay's.
-        checkpointed: what activation checkpointing makes of it.
+        block: the block with the parameters of one TP rank, on any device. It is modified.
+        width: `D`, the width of the hidden states.
+        batch: the batch and the mesh. Each row is one document.
+        dtype: the dtype of activations and of all parameters except those of the decay.
+        checkpointed: wraps a block for activation checkpointing.
     """
-    _stand_in_for_collectives(block, split)
+    _stand_in_for_collectives(block, batch)
     if block.linear_attention is not None:
         _choose_kernel(block.linear_attention)
-    length = split.length // split.cp
-    offsets = torch.arange(split.batch + 1) * length
-    # Offsets are read, so they are no fake.
+    length = batch.length // batch.cp
+    offsets = torch.arange(batch.rows + 1) * length
+    # Operators read the offsets on the CPU, so these must be real tensors.
     with FakeTensorMode(allow_non_fake_inputs=True):
         _make_fake(block, dtype)
         decay = None if block.linear_attention is None else block.linear_attention.decay()
         run = checkpointed(block)
-        given = torch.empty(split.batch, split.tokens_between_layers // split.batch, width, dtype=dtype)
+        given = torch.empty(batch.rows, batch.tokens_between_layers // batch.rows, width, dtype=dtype)
         given.requires_grad_()
-        positions = torch.arange(length).expand(split.batch, -1)
+        positions = torch.arange(length).expand(batch.rows, -1)
         tracker = MemTracker()
         tracker.track_external(block, given)
         with tracker:
             before = _alive(tracker)
-            # Between layers nobody else holds the hidden states.
+            # `given * 1`: between layers no one but the block holds a reference to its input.
             out = run(given * 1, None, positions, decay, sequence=SequenceLayout(offsets, offsets))
             kept = _alive(tracker) - before - out.nbytes
             out.backward(torch.ones_like(out))
@@ -84,7 +82,7 @@ def _alive(tracker: MemTracker, when: str = "current") -> int:
 
 
 def _make_fake(block: nn.Module, dtype: torch.dtype) -> None:
-    """Replace parameters, by such of the dtype in which FSDP gathers them, and buffers."""
+    """Replace buffers, and parameters in the dtype in which FSDP gathers them, with fake tensors."""
     for module in block.modules():
         for name, x in module.named_parameters(recurse=False):
             own = x.dtype if isinstance(module, Decay) else dtype
@@ -94,54 +92,51 @@ def _make_fake(block: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _choose_kernel(layer: LinearAttention) -> None:
-    """The rule that the layer runs on a GPU; fake tensors, which are on no GPU, would get PyTorch's."""
+    """Let the layer run the rule that it runs on a GPU; fake tensors would get PyTorch's."""
     kernel, layer.run = layer.run.kernel, replace(layer.run, kernel="torch")
-    fla = {GatedDeltaNet: (fla_gated_delta_rule,), KimiDeltaAttention: (fla_kda, False)}
-    if kernel != "torch" and type(layer) in fla:
-        operator, *flags = fla[type(layer)]
-        layer.rule = partial(_fla_rule, operator, flags)
+    if kernel != "torch" and layer.rule.fla is not None:
+        layer.run_rule = partial(_fla_rule, layer.rule.fla)
 
 
 def _fla_rule(
-    operator: Callable[..., tuple[Tensor, ...]],
-    flags: list[bool],
+    fla: FLAOperator,
     *inputs: Tensor,
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    out, *_ = operator(*inputs, 1.0, None, cu_seqlens, cu_seqlens_cpu, True, *flags)
+    out, *_ = fla.forward(*inputs, 1.0, None, cu_seqlens, cu_seqlens_cpu, True, *fla.flags)
     return out, None
 
 
-def _stand_in_for_collectives(block: HybridBlock, split: ShardedBatch) -> None:
-    """Give the block's parts the sizes that they would gather, and take from them what they would scatter."""
+def _stand_in_for_collectives(block: HybridBlock, batch: ShardedBatch) -> None:
+    """Replace the collectives around the parts of a block with local operations of the same sizes."""
     parts = [block.linear_attention, block.attention, block.feed_forward, block.moe]
     if block.moe is not None:
         experts = block.moe.routed_experts.inner_experts
         experts._grouped_mm = _grouped_product
         if len(experts.w1_EFD) < experts.num_experts:
-            # Experts of many ranks: each sends its own tokens and is sent as many.
+            # Expert parallelism: each rank sends its own tokens and receives as many.
             parts[-1] = block.moe.shared_experts
-    if split.sharded:
+    if batch.sharded:
         for part in parts:
             if part is not None:
-                part.forward = partial(_of_all_shards, part.forward, split.tp)
+                part.forward = partial(_of_all_shards, part.forward, batch.tp)
     attention = block.attention
     if attention is None:
         return
-    if isinstance(attention, GatedAttention) and split.tp > attention.n_key_value_heads:
-        # The rows of the head that this rank's queries share; the tracker knows no weights that are slices.
+    if isinstance(attention, GatedAttention) and batch.tp > attention.n_key_value_heads:
+        # The rows of the head that this rank's queries share. The tracker does not know slices of weights.
         for linear in (attention.wk, attention.wv):
             linear.weight = nn.Parameter(linear.weight.detach()[: attention.head_dim])
-    if split.cp > 1 and isinstance(attention, LatentAttention):
-        attention.gather = lambda kv_BLC, sequence: kv_BLC.repeat(1, split.cp, 1)
-    elif split.cp > 1:
-        attention.inner_attention.forward = partial(_of_all_keys, attention.inner_attention.forward, split.cp)
+    if batch.cp > 1 and isinstance(attention, LatentAttention):
+        attention.gather = lambda kv_BLC, sequence: kv_BLC.repeat(1, batch.cp, 1)
+    elif batch.cp > 1:
+        attention.inner_attention.forward = partial(_of_all_keys, attention.inner_attention.forward, batch.cp)
 
 
 def _grouped_product(A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-    """In place of torch's, which takes float32 but on no fake tensors."""
+    """Replaces torch's grouped product, which does not support float32 on fake tensors."""
     return _GroupedProduct.apply(A, B_t)
 
 
@@ -157,12 +152,12 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _of_all_shards(forward: Callable[..., Tensor], tp: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Gather hidden states over TP, scatter the sum of what comes."""
+    """Stand in for gathering hidden states over TP and reduce-scattering the output."""
     return forward(x.repeat(1, tp, 1), *args, **kwargs)[:, : x.shape[1]].clone()
 
 
 def _of_all_keys(
     forward: Callable[..., Tensor], cp: int, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Gather keys and values over CP."""
+    """Stand in for gathering keys and values over CP."""
     return forward(q, k.repeat(1, cp, 1, 1), v.repeat(1, cp, 1, 1), **kwargs)

@@ -1,20 +1,20 @@
-"""A sweep as a chart."""
+"""Draws a sweep as a chart."""
 
 from matplotlib.figure import Figure
 
-from titan_gdn.parallel.traffic import EXCHANGES
+from titan_gdn.parallel.exchange.registry import EXCHANGES
 from titan_gdn.plan.plan import Exchanges, by_kind, crossovers
 
 
 def draw(swept: dict[int, list[Exchanges] | str], key: str, path: str) -> None:
-    """Time and bytes over CP of each exchange over the values of a sweep, both axes logarithmic.
+    """Draw time and bytes over CP of each exchange against the values of a sweep, both axes logarithmic.
 
-    Dotted lines stand between values where what "auto" takes changes.
+    Dotted lines separate values between which "auto" changes to another exchange.
 
     Args:
         swept: the sweep.
-        key: what was swept.
-        path: of the PNG file.
+        key: the key that was swept.
+        path: the PNG file to write.
     """
     kinds = by_kind(swept)
     figure = Figure(figsize=(10, 4 * len(kinds)), layout="constrained")
@@ -24,12 +24,12 @@ def draw(swept: dict[int, list[Exchanges] | str], key: str, path: str) -> None:
             possible = {
                 value: x.costs[name]
                 for value, x in kind.items()
-                if name in x.costs and name not in x.choice.impossible and x.split.cp > 1
+                if name in x.costs and name not in x.choice.impossible and x.batch.cp > 1
             }
             time_axes.plot(list(possible), [x.total * 1e3 for x in possible.values()], "o-", label=name)
             bytes_axes.plot(list(possible), [x.done.cp_bytes / 1e6 for x in possible.values()], "o-")
-        time_axes.set_ylabel("ms a layer and step")
-        bytes_axes.set_ylabel("MB over CP that a rank sends")
+        time_axes.set_ylabel("ms per layer and step")
+        bytes_axes.set_ylabel("MB per rank over CP")
         for each in (time_axes, bytes_axes):
             each.set(xscale="log", yscale="log", xlabel=key, title=next(iter(kind.values())).kind)
             each.set_xticks(list(kind), [str(value) for value in kind])

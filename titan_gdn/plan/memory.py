@@ -1,7 +1,8 @@
 """How much memory a rank needs.
 
-What lies in it for the whole run follows from the placements of the parameters and is exact; what the blocks
-keep and hold is watched (`titan_gdn.plan.block_memory`); the rest is estimated from shapes.
+What is stored for the whole run follows from the placements of the parameters and is exact. What blocks keep
+and use is tracked while they run with fake tensors (`titan_gdn.plan.block_memory`). The rest is an estimate
+from shapes.
 """
 
 import re
@@ -28,31 +29,31 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 ASSUMPTIONS = (
-    "Parameters, gradients, optimizer and buffers are exact. A block counts with what its code keeps and "
-    "holds in eager mode, by FLA's kernels unless kernel = torch, rows one document each, experts equally "
-    "loaded. FSDP holds two blocks gathered and the gradients of one to be reduced; in a pipeline all of the "
-    "rank's stages, gathered, and their gradients whole. All gradients are there while all activations are, "
-    "as when they accumulate. Not counted: what operators hold inside, fragments, "
-    "NCCL's and CUDA's buffers, the data, and what compilation and quantization save."
+    "Parameters, gradients, optimizer and buffers are exact. Blocks are tracked in eager mode, with FLA's "
+    "kernels unless kernel = torch, one document per row and equally loaded experts. FSDP keeps two blocks "
+    "gathered and the gradients of one block to reduce; in a pipeline it keeps all stages of the rank "
+    "gathered and their gradients whole. All gradients exist while all activations do, as with gradient "
+    "accumulation. Not counted: temporary buffers inside operators, fragmentation, buffers of NCCL and CUDA, "
+    "the data, and what compilation and quantization save."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of a rank's device at the worst moment of a step; of the pipeline's ranks, the fullest's.
+    """Bytes of a rank's device at the peak of a step. In a pipeline, of the rank that needs the most.
 
     Attributes:
-        pipeline_rank: which one that is.
-        parameters: this rank's shards, in `training.dtype`.
-        gradients: of them, in the same.
-        optimizer: Adam's two averages in the same, three with `amsgrad`.
+        pipeline_rank: that pipeline rank.
+        parameters: this rank's shards of the parameters, in `training.dtype`.
+        gradients: their gradients, in the same dtype.
+        optimizer: Adam's two averages in the same dtype, three with `amsgrad`.
         buffers: the rotary table and the experts' counters.
-        activations: what all layers keep from forward to backward, under the run's checkpointing.
-        exchange: what the exchange of the linear attention adds to that.
-        block: what else the largest block holds while its backward runs: what it computes again, its
-            exchange's buffers, and its gradients until they are reduced.
-        gathered: parameters that FSDP gathered and gradients that it reduces, while a block runs.
-        loss: hidden states, logits and the head, gathered, while the loss runs, in place of the last two.
+        activations: what all layers keep from forward to backward, with the run's activation checkpointing.
+        exchange: what the exchanges of linear attention layers add to that.
+        block: what the backward of the largest block uses in addition: what it recomputes, the buffers of its
+            exchange, and its gradients until they are reduced.
+        gathered: parameters that FSDP has gathered and gradients that it reduces while a block runs.
+        loss: gathered hidden states, logits and head while the loss runs, instead of the last two.
     """
 
     pipeline_rank: int
@@ -68,14 +69,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """At the worse of the two moments, a block's and the loss's."""
+        """The larger of the two peaks, in a block's backward and in the loss."""
         stored = self.parameters + self.gradients + self.optimizer + self.buffers
         return stored + self.activations + self.exchange + max(self.block + self.gathered, self.loss)
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What the exchange of a linear attention layer adds: to what it keeps, and while it runs."""
+    """Bytes that the exchange of a linear attention layer adds.
+
+    Attributes:
+        kept: from forward to backward.
+        transient: while the layer runs.
+    """
 
     kept: int
     transient: int
@@ -85,22 +91,23 @@ def estimate(
     model: HybridModel,
     config: "Trainer.Config",
     dims: ParallelDims,
-    split: ShardedBatch,
+    batch: ShardedBatch,
     exchanges: Mapping[str, Added],
 ) -> Memory:
-    """What a rank needs, of a pipeline that which needs most.
+    """The memory of a rank. In a pipeline, of the rank that needs the most.
 
     Args:
-        model: on the meta device, placements in its configuration. Its parameters are cut to one rank's.
+        model: the model on the meta device, with placements in its configuration. Its parameters are replaced
+            with the shards of one rank.
         config: the run.
         dims: its mesh.
-        split: its batch.
-        exchanges: of each layer that has one, by its name.
+        batch: its batch.
+        exchanges: what the exchange of each layer adds, by the layer's name.
     """
     take_share(model, dims)
     model.share_rotary_table()
     buffers = list(model.named_buffers(remove_duplicate=False))
-    sizes, blocks = stored(model, dims), _blocks(model, config, split)
+    sizes, blocks = stored(model, dims), _blocks(model, config, batch)
     pipeline = stages_of(len(model.layers), config)
     on_device = 0 if config.training.enable_cpu_offload else 1
 
@@ -127,20 +134,20 @@ def estimate(
             gradients=parameters,
             optimizer=on_device * sum(x * _averages(name, config) for name, x in stored_here.items()),
             buffers=sum({id(x): x.nbytes for name, x in buffers if own(name)}.values()),
-            activations=kept + _beside_blocks(pipeline, rank, config, split, model.norm.weight.shape[0]),
+            activations=kept + _beside_blocks(pipeline, rank, config, batch, model.norm.weight.shape[0]),
             exchange=kept_by_exchange,
             block=max(at_work, default=0),
             gathered=gathered,
-            loss=with_head + _loss(model, config, split) if own("lm_head.weight") else 0,
+            loss=with_head + _loss(model, config, batch) if own("lm_head.weight") else 0,
         )
 
     return max((of_rank(rank) for rank in range(len(pipeline))), key=lambda memory: memory.total)
 
 
 def take_share(model: HybridModel, dims: ParallelDims) -> None:
-    """Replace the parameters of a model on the meta device by those of one TP (and EP) rank.
+    """Replace the parameters of a model on the meta device with the shards of one TP (and EP) rank.
 
-    Layers read their heads and widths off their weights, so afterwards they compute this rank's share.
+    Layers read their heads and widths from their weights, so that afterwards they compute a rank's share.
     """
     shares: dict[int, nn.Parameter] = {}  # a tied weight stays one
     for module in model.modules():
@@ -154,7 +161,7 @@ def take_share(model: HybridModel, dims: ParallelDims) -> None:
 
 
 def _share(parameter: Tensor, layout: SpmdLayout, dims: ParallelDims) -> list[int]:
-    """The shape of one TP or EP rank's part."""
+    """The shape of one TP or EP rank's shard."""
     degrees, shape = {MeshAxisName.TP: dims.tp, MeshAxisName.EP: dims.ep}, list(parameter.shape)
     for axis, placement in layout.per_axis_spmd_types().items():
         if isinstance(placement, spmd.Shard) and axis in degrees:
@@ -167,10 +174,10 @@ def _divided(count: int, parts: int) -> int:
 
 
 def stored(model: HybridModel, dims: ParallelDims) -> dict[str, int]:
-    """Bytes that FSDP stores on a rank of each parameter of a model that `take_share` has cut.
+    """Bytes that FSDP stores of each parameter on a rank, of a model that `take_share` has changed.
 
-    FSDP cuts the first dimension (TorchTitan: the second one of experts, where these are fewer than the
-    ranks of its mesh), and stores parts that are not even as long as the longest.
+    FSDP shards the first dimension; TorchTitan shards the second dimension of experts if there are fewer
+    experts than ranks in the mesh. Uneven shards are padded to the size of the largest.
     """
     sizes = {}
     for prefix, module in model.named_modules():
@@ -185,23 +192,23 @@ def stored(model: HybridModel, dims: ParallelDims) -> dict[str, int]:
             dim = 1 if experts and ranks > experts else 0
             shape[dim] = _divided(shape[dim], degree)
             sizes[f"{prefix}.{name}"] = torch.Size(shape).numel() * parameter.element_size()
-    return {name: sizes[name] for name, _ in model.named_parameters()}  # a tied weight once
+    return {name: sizes[name] for name, _ in model.named_parameters()}  # counts a tied weight once
 
 
 def _averages(name: str, config: "Trainer.Config") -> int:
-    """Of the group that a parameter belongs to, the first whose pattern fits."""
+    """How many averages the optimizer keeps of a parameter: its group is the first whose pattern matches."""
     groups = config.optimizer.param_groups
     kwargs = next((x.optimizer_kwargs for x in groups if re.search(x.pattern, name)), None)
     return 0 if kwargs is None else 3 if kwargs.get("amsgrad") else 2
 
 
 def _gathered(model: HybridModel, config: "Trainer.Config", stages: list[Stage]) -> tuple[int, int]:
-    """What FSDP gathers and reduces while a block's backward runs, and while the loss does.
+    """What FSDP gathers and reduces while the backward of a block runs, and while the loss runs.
 
-    A block is gathered while the one before it still is, whose gradients lie copied for the reduction. The
-    head is gathered once for all chunks of the loss, whose gradients it sums in the dtype of the reduction.
-    In a pipeline nothing is freed or reduced before the last micro-batch: stages stay gathered, and their
-    gradients add up, whole, in the dtype of the reduction.
+    A block is gathered while the block before it is still gathered and that block's gradients are copied for
+    the reduction. The head is gathered once for all chunks of the loss, and its gradients accumulate in the
+    dtype of the reduction. In a pipeline nothing is freed or reduced before the last micro-batch: stages stay
+    gathered, and their whole gradients accumulate in the dtype of the reduction.
     """
     training, parallelism = config.training, config.parallelism
     size, reduced = (
@@ -219,7 +226,7 @@ def _gathered(model: HybridModel, config: "Trainer.Config", stages: list[Stage])
 
     blocks = [elements(name) for name in modules if name.startswith("layers.")]
     embedding, head = elements("tok_embeddings"), elements("norm", "lm_head")
-    largest = max(blocks, default=0)  # a stage may be the head alone
+    largest = max(blocks, default=0)  # a stage may consist of the head only
     always, running = sum(x.nbytes for x in decays), 2 * largest
     stays = 0
     if pipeline or parallelism.fsdp_reshard_after_forward == "never":
@@ -232,20 +239,20 @@ def _gathered(model: HybridModel, config: "Trainer.Config", stages: list[Stage])
 
 
 def _decay_of(block: nn.Module) -> list[nn.Parameter]:
-    """Parameters that FSDP gathers with those of the model, not with a block's."""
+    """Parameters of a block that FSDP gathers with those of the model."""
     linear = getattr(block, "linear_attention", None)
     return [] if linear is None else list(linear.decay.parameters())
 
 
 def _beside_blocks(
-    pipeline: list[list[Stage]], rank: int, config: "Trainer.Config", split: ShardedBatch, width: int
+    pipeline: list[list[Stage]], rank: int, config: "Trainer.Config", batch: ShardedBatch, width: int
 ) -> int:
-    """What a pipeline adds to what blocks keep: inputs and outputs of stages.
+    """Inputs and outputs of pipeline stages, in addition to what blocks keep.
 
-    Torch has a buffer for each micro-batch of a step, for its input and for the gradient that comes back. Of
-    the inputs, those that are on their way are counted with the block that keeps them. Outputs are kept until
-    their backward; behind the last stage these are the norm's input and output and the loss's gradient, and
-    `_loss` counts those of one micro-batch.
+    For each micro-batch of a step, torch allocates a buffer for the stage's input and one for the gradient
+    that it receives. Inputs of micro-batches in flight are counted with the block that keeps them. Outputs
+    are kept until their backward. Of the last stage these are the input and output of the norm and the
+    gradient of the loss; `_loss` counts those of one micro-batch.
     """
     received, sent, lost = 0, 0, 0
     for place, stage in enumerate(pipeline[rank]):
@@ -256,27 +263,27 @@ def _beside_blocks(
             sent += stage.in_flight
         else:
             lost += stage.in_flight - 1
-    between = split.tokens_between_layers * width * split.itemsize * (received + sent)
-    return between + split.tokens_of_cp_rank * width * (2 * split.itemsize + 4) * lost
+    between = batch.tokens_between_layers * width * batch.itemsize * (received + sent)
+    return between + batch.tokens_of_cp_rank * width * (2 * batch.itemsize + 4) * lost
 
 
-def _loss(model: HybridModel, config: "Trainer.Config", split: ShardedBatch) -> int:
-    """Hidden states whole and in chunks, their gradient in float32, and the logits of one chunk.
+def _loss(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -> int:
+    """Hidden states, whole and in chunks, their gradient in float32, and the logits of one chunk.
 
-    Of logits there are, in the backward of the cross entropy, the product, and in float32 the logarithm of
-    probabilities and what becomes their gradient: two more, or three where the vocabulary is split.
+    The backward of the cross entropy holds several tensors of the size of the logits: the product itself, and
+    in float32 the log-probabilities and what becomes their gradient, one more if the vocabulary is sharded.
     """
     vocabulary, width = model.lm_head.weight.shape
-    states = split.tokens_of_cp_rank * width
-    logits = split.tokens_of_cp_rank // config.loss.num_chunks * vocabulary
-    copies = 4 if split.tp > 1 else 3
-    return states * (2 * split.itemsize + 4) + logits * (split.itemsize + 4 * copies)
+    states = batch.tokens_of_cp_rank * width
+    logits = batch.tokens_of_cp_rank // config.loss.num_chunks * vocabulary
+    copies = 4 if batch.tp > 1 else 3
+    return states * (2 * batch.itemsize + 4) + logits * (batch.itemsize + 4 * copies)
 
 
-def _blocks(model: HybridModel, config: "Trainer.Config", split: ShardedBatch) -> dict[str, BlockMemory]:
-    """What each block keeps and holds; those of a kind are watched once.
+def _blocks(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -> dict[str, BlockMemory]:
+    """What each block keeps and uses. Blocks with the same shapes are run once.
 
-    A memory budget is taken between what full checkpointing keeps, 0, and none, 1.
+    A memory budget is interpolated between full checkpointing (0) and no checkpointing (1).
     """
     kinds: dict[tuple, list[str]] = {}
     for number, block in model.layers.items():
@@ -284,21 +291,21 @@ def _blocks(model: HybridModel, config: "Trainer.Config", split: ShardedBatch) -
         kinds.setdefault(shapes, []).append(f"layers.{number}")
     policy, dtype = config.activation_checkpoint, TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     width = model.norm.weight.shape[0]
-    watched = {}
+    tracked = {}
     for names in kinds.values():
         if policy is None or isinstance(policy, MemoryBudgetAC.Config):
-            checkpointed = _as_it_is
+            checkpointed = _not_checkpointed
         else:
             checkpointed = partial(_checkpointed, policy, names[0])
-        block = block_memory(model.get_submodule(names[0]), width, split, dtype, checkpointed)
+        block = block_memory(model.get_submodule(names[0]), width, batch, dtype, checkpointed)
         if isinstance(policy, MemoryBudgetAC.Config):
-            given = split.tokens_between_layers * width * split.itemsize
+            given = batch.tokens_between_layers * width * batch.itemsize
             block = replace(block, kept=given + int(policy.memory_budget * (block.kept - given)))
-        watched |= dict.fromkeys(names, block)
-    return watched
+        tracked |= dict.fromkeys(names, block)
+    return tracked
 
 
-def _as_it_is(block: nn.Module) -> nn.Module:
+def _not_checkpointed(block: nn.Module) -> nn.Module:
     return block
 
 
@@ -306,4 +313,4 @@ def _checkpointed(policy: ActivationCheckpointing.Config, name: str, block: nn.M
     try:
         return policy.build(dump_folder="")._wrap_block(block, base_fqn=name)
     except ValueError as error:
-        raise ConfigError(f"[activation_checkpoint] {error}") from error
+        raise ConfigError(f"[activation_checkpoint]: {error}") from error

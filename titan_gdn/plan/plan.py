@@ -1,4 +1,4 @@
-"""The figures of a plan: what each exchange costs, which one is taken, the model, the memory."""
+"""The figures of a plan: the cost of each exchange, the choice, the model and its memory."""
 
 import copy
 from dataclasses import asdict, dataclass, replace
@@ -11,15 +11,25 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
-from titan_gdn.config.load import POLICIES, ConfigError, check_run
+from titan_gdn.config.run_checks import check_run
+from titan_gdn.config.sections import POLICIES
+from titan_gdn.config.source import ConfigError
 from titan_gdn.layers.document_attention import inner_attention
 from titan_gdn.layers.linear_attention import LinearAttention
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
-from titan_gdn.models.hybrid.exchange_choice import NAMES, choice_of, recomputes, saved_exchanges, split_of
+from titan_gdn.models.hybrid.block import linear_kinds, linear_layers, names_of
+from titan_gdn.models.hybrid.exchange_choice import (
+    batch_of,
+    choice_of,
+    recomputes,
+    saved_exchanges,
+    saves_exchange,
+)
 from titan_gdn.models.hybrid.model import HybridModel
-from titan_gdn.parallel.cost import Choice, Cost, Machine, cost
-from titan_gdn.parallel.exchange import ExchangeName
-from titan_gdn.parallel.traffic import EXCHANGES, LayerShape, ShardedBatch, Traffic, impossible, traffic
+from titan_gdn.parallel.cost import Choice, Cost, cost
+from titan_gdn.parallel.exchange.registry import EXCHANGES, impossible, traffic
+from titan_gdn.parallel.machine import Machine
+from titan_gdn.parallel.traffic import LayerShape, ShardedBatch, Traffic
 from titan_gdn.plan.memory import Added, Memory, estimate
 from titan_gdn.plan.options import SWEPT
 
@@ -32,37 +42,38 @@ class Exchanges:
     """A kind of linear attention under each exchange.
 
     Attributes:
-        kind: the name of the layer.
-        layers: how many of them.
+        kind: the title of the layer.
+        layers: the number of layers of this kind.
         named: what the configuration names, "auto" or an exchange.
-        split: the batch and the mesh.
-        machine: what it is planned for.
+        batch: the batch and the mesh.
+        machine: the machine that the run is planned for.
         recompute: whether the backward repeats the forward's exchange.
         choice: what "auto" takes.
-        traffic: a layer's, of each exchange that heads and tokens allow.
-        costs: their times.
-        way_in: bytes over CP of "all_to_all" by those of "all_gather", on the way in; and the same if the
-            decay's and the output's gates crossed in full. None where one of them cannot be.
+        traffic: what a layer sends, computes and holds under each exchange that heads and tokens allow.
+        costs: the time of each of them.
+        way_in: the ratio of bytes that "all_to_all" and "all_gather" send over CP before the rule, and the
+            same ratio if the full gates of decay and output were sent too. None if one of the two exchanges
+            is impossible.
     """
 
     kind: str
     layers: int
     named: str
-    split: ShardedBatch
+    batch: ShardedBatch
     machine: Machine
     recompute: bool
     choice: Choice
-    traffic: dict[ExchangeName, Traffic]
-    costs: dict[ExchangeName, Cost]
+    traffic: dict[str, Traffic]
+    costs: dict[str, Cost]
     way_in: tuple[float, float] | None
 
     @property
-    def taken(self) -> ExchangeName:
-        """The one that the run will use."""
+    def taken(self) -> str:
+        """The exchange that the run will use."""
         return self.choice.name if self.named == "auto" else self.named
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in bytes, seconds and FLOPs of a layer."""
+        """All figures of one layer, in bytes, seconds and FLOPs."""
         return {
             "kind": self.kind,
             "layers": self.layers,
@@ -71,7 +82,7 @@ class Exchanges:
             "auto": self.choice.name,
             "reason": self.choice.reason,
             "impossible": self.choice.impossible,
-            "split": asdict(self.split),
+            "batch": asdict(self.batch),
             "way_in": self.way_in,
             "exchanges": {
                 name: asdict(sent) | {"time": asdict(cost) | {"total": cost.total}}
@@ -85,13 +96,13 @@ class Plan:
     """What a run needs, for one rank.
 
     Attributes:
-        dims: degrees of the mesh.
-        checkpointing: the mode.
-        exchanges: of each kind of linear attention.
-        parameters: of the model.
-        active: of them, those that a token meets.
-        flops: of a token, forward and backward.
-        memory: of a rank.
+        dims: the degrees of the mesh.
+        checkpointing: the mode of activation checkpointing.
+        exchanges: the exchanges of each kind of linear attention.
+        parameters: the number of parameters of the model.
+        active: how many of them a token uses.
+        flops: FLOPs per token, forward and backward.
+        memory: the memory of a rank.
     """
 
     dims: ParallelDims
@@ -104,16 +115,16 @@ class Plan:
 
     @property
     def machine(self) -> Machine:
-        """What it is planned for."""
+        """The machine that the run is planned for."""
         return self.exchanges[0].machine
 
     @property
     def fits(self) -> bool:
-        """Whether a rank's memory is the device's at most."""
+        """Whether the device has the memory that a rank needs."""
         return self.memory.total <= self.machine.memory * 2**30
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in bytes, seconds and FLOPs."""
+        """All figures, in bytes, seconds and FLOPs."""
         names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size")
         return {
             "degrees": {name: getattr(self.dims, name) for name in names},
@@ -132,19 +143,21 @@ def make_plan(config: "Trainer.Config", world_size: int) -> Plan:
     """Plan a run on GPUs.
 
     Args:
-        config: as `load_config` returns it.
+        config: the run, as `load_config` returns it.
         world_size: number of ranks.
 
     Raises:
-        ConfigError: the run cannot be; says why.
+        ConfigError: the run is impossible; says why.
     """
     exchanges = plan_exchanges(config, world_size)
     model = copy.deepcopy(config.model_spec.model)
-    _attend_by(model, inner_attention("cpu"))  # it runs with fake tensors, and keeps what FlexAttention does
-    for layer in model.linear_layers():
-        if layer.run.kernel == "fla":  # which is to run there, not here
+    # Blocks run with fake tensors, on which FlexAttention does not run. This one keeps the same tensors.
+    _set_attention(model, inner_attention("cpu"))
+    for layer in linear_layers(model.layers):
+        if layer.run.kernel == "fla":  # the planned machine has to support it, not this one
             layer.run = replace(layer.run, kernel="auto")
-    model.converters = []  # `check_run` has seen them; TorchTitan builds none where the hardware is not
+    # `check_run` has checked the converters. TorchTitan builds none without the hardware for them.
+    model.converters = []
     model.update_from_config(config=config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         whole = model.build()
@@ -159,46 +172,47 @@ def make_plan(config: "Trainer.Config", world_size: int) -> Plan:
         parameters=parameters,
         active=active,
         flops=flops,
-        memory=estimate(whole, config, dims, exchanges[0].split, _added(model, exchanges, config)),
+        memory=estimate(whole, config, dims, exchanges[0].batch, _added(model, exchanges, config)),
     )
 
 
 def _added(
     model: HybridModel.Config, exchanges: list[Exchanges], config: "Trainer.Config"
 ) -> dict[str, Added]:
-    """What the exchange of each linear attention layer adds to the memory, by the layer's name."""
+    """The memory that the exchange of each linear attention layer adds, by the layer's name."""
     added = {}
-    for kind, x in zip(model.linear_kinds(), exchanges, strict=True):
+    for kind, x in zip(linear_kinds(model.layers), exchanges, strict=True):
         sent = x.traffic[x.taken]
         kept, transient = sent.kept, sent.transient
         if recomputes(config):
-            # Selective checkpointing keeps what is computed, and may keep what came of collectives.
+            # Selective checkpointing keeps the results of operators, and may keep those of collectives.
             kept = sent.computed if isinstance(config.activation_checkpoint, SelectiveAC.Config) else 0
-            kept += sent.collected if saved_exchanges(config) else 0
+            kept += sent.collected if saves_exchange(config) else 0
             transient += sent.kept
-        added |= dict.fromkeys(model.names_of(kind), Added(kept, transient))
+        added |= dict.fromkeys(names_of(model.layers, kind), Added(kept, transient))
     return added
 
 
 def plan_exchanges(config: "Trainer.Config", world_size: int) -> list[Exchanges]:
-    """What each kind of linear attention sends and costs.
+    """The cost of each exchange for each kind of linear attention.
 
     Args:
-        config: as `load_config` returns it.
+        config: the run, as `load_config` returns it.
         world_size: number of ranks.
 
     Raises:
-        ConfigError: the run cannot be; says why.
+        ConfigError: the run is impossible; says why.
     """
     model = copy.deepcopy(config.model_spec.model)
-    if not model.linear_layers():
-        raise ConfigError("the model has no linear attention, so nothing is exchanged and nothing to plan")
-    _attend_by(model, inner_attention("cuda"))  # FlexAttention, which wants lengths that its blocks divide
+    if not linear_layers(model.layers):
+        raise ConfigError("the model has no linear attention layers, so there are no exchanges to plan")
+    # FlexAttention, so that `check_run` checks that its blocks divide the length.
+    _set_attention(model, inner_attention("cuda"))
     check_run(replace(config, model_spec=replace(config.model_spec, model=model)), world_size)
-    return [_exchanges(model, kind, config) for kind in model.linear_kinds()]
+    return [_exchanges(model, kind, config) for kind in linear_kinds(model.layers)]
 
 
-def _attend_by(model: HybridModel.Config, inner: Module.Config) -> None:
+def _set_attention(model: HybridModel.Config, inner: Module.Config) -> None:
     for layer in model.layers:
         if layer.attention is not None:
             layer.attention.inner_attention = inner
@@ -207,43 +221,47 @@ def _attend_by(model: HybridModel.Config, inner: Module.Config) -> None:
 def _exchanges(
     model: HybridModel.Config, layer: LinearAttention.Config, config: "Trainer.Config"
 ) -> Exchanges:
-    split, shape, machine = split_of(layer, config), layer.shape(), layer.run.machine
+    batch, shape, machine = batch_of(layer, config), layer.shape(), layer.run.machine
     try:
         choice = choice_of(model, layer, config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    possible = [name for name in EXCHANGES if impossible(name, shape, split) is None]
-    sent = {name: traffic(name, shape, split) for name in possible}
+    possible = [name for name in EXCHANGES if impossible(name, shape, batch) is None]
+    sent = {name: traffic(name, shape, batch) for name in possible}
     return Exchanges(
-        kind=NAMES[type(layer)],
-        layers=len(model.names_of(layer)),
+        kind=layer._owner.title,
+        layers=len(names_of(model.layers, layer)),
         named=layer.run.exchange,
-        split=split,
+        batch=batch,
         machine=machine,
         recompute=recomputes(config),
         choice=choice,
         traffic=sent,
         costs={
-            name: cost(sent[name], split, machine, recomputes(config), name in saved_exchanges(config))
+            name: cost(sent[name], batch, machine, recomputes(config), name in saved_exchanges(config))
             for name in possible
         },
-        way_in=_way_in(shape, split) if split.cp > 1 and "all_to_all" in possible else None,
+        way_in=_way_in(shape, batch)
+        if batch.cp > 1 and {"all_to_all", "all_gather"} <= set(possible)
+        else None,
     )
 
 
-def _way_in(shape: LayerShape, split: ShardedBatch) -> tuple[float, float]:
-    def way_in(name: ExchangeName, shape: LayerShape) -> int:
-        way_out = traffic("all_to_all", replace(shape, exchanged=0, bottleneck=0), split)
-        return traffic(name, shape, split).forward.cp_bytes - way_out.forward.cp_bytes
+def _way_in(shape: LayerShape, batch: ShardedBatch) -> tuple[float, float]:
+    """The ratios of `Exchanges.way_in`: what is sent before the rule is all but the way out."""
 
-    gates = shape.output + (shape.value_heads * shape.key_dim if shape.per_channel else 0)
-    with_gates = replace(shape, exchanged=shape.exchanged + gates, bottleneck=0)
+    def way_in(name: str, shape: LayerShape) -> int:
+        way_out = traffic("all_to_all", replace(shape, exchanged=0, low_rank=0), batch)
+        return traffic(name, shape, batch).forward.cp_bytes - way_out.forward.cp_bytes
+
+    gates = shape.output + (shape.value_heads * shape.key_dim if shape.rule.per_channel else 0)
+    with_gates = replace(shape, exchanged=shape.exchanged + gates, low_rank=0)
     gathered = way_in("all_gather", shape)
     return way_in("all_to_all", shape) / gathered, way_in("all_to_all", with_gates) / gathered
 
 
 def _idle(model: HybridModel.Config, whole: HybridModel) -> int:
-    """Parameters of the experts that a token is not sent to."""
+    """The number of parameters of the experts that a token is not routed to."""
     idle = 0
     for layer, block in zip(model.layers, whole.layers.values(), strict=True):
         if layer.moe is not None:
@@ -255,18 +273,18 @@ def _idle(model: HybridModel.Config, whole: HybridModel) -> int:
 def sweep(
     config: "Trainer.Config", world_size: int, key: str, values: list[int]
 ) -> dict[int, list[Exchanges] | str]:
-    """The exchanges of a run with one number changed, or why it cannot be.
+    """The exchanges of a run for several values of one key, or why a value is impossible.
 
-    The choice is left to "auto", and data parallelism takes the ranks that are left.
+    "auto" chooses the exchange, and data parallelism takes the remaining ranks.
 
     Args:
-        config: as `load_config` returns it.
+        config: the run, as `load_config` returns it.
         world_size: number of ranks.
-        key: one of `SWEPT`.
-        values: of it.
+        key: the key, one of `SWEPT`.
+        values: its values.
     """
     model = copy.deepcopy(config.model_spec.model)
-    for layer in model.linear_layers():
+    for layer in linear_layers(model.layers):
         layer.run = replace(layer.run, exchange="auto")
     config = replace(config, model_spec=replace(config.model_spec, model=model))
     section, field = SWEPT[key]
@@ -282,12 +300,12 @@ def sweep(
 
 
 def crossovers(swept: dict[int, Exchanges]) -> list[tuple[int, int]]:
-    """Neighbouring values of a sweep of one kind between which what "auto" takes changes."""
-    split = {value: x.taken for value, x in swept.items() if x.split.cp > 1}
-    return [(a, b) for a, b in pairwise(split) if split[a] != split[b]]
+    """Consecutive values of a sweep between which "auto" changes from one exchange to another."""
+    taken = {value: x.taken for value, x in swept.items() if x.batch.cp > 1}
+    return [(a, b) for a, b in pairwise(taken) if taken[a] != taken[b]]
 
 
 def by_kind(swept: dict[int, list[Exchanges] | str]) -> list[dict[int, Exchanges]]:
-    """A sweep for each kind of linear attention, without what cannot be."""
+    """A sweep for each kind of linear attention, without impossible values."""
     possible = {value: kinds for value, kinds in swept.items() if not isinstance(kinds, str)}
     return [dict(zip(possible, column, strict=True)) for column in zip(*possible.values(), strict=True)]

@@ -1,35 +1,36 @@
-"""TorchTitan's activation checkpointing, made to know our operators and what crosses between CP ranks."""
+"""TorchTitan's activation checkpointing, extended by our operators and the exchanges between CP ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed import activation_checkpoint
 
-import titan_gdn.ops.flops  # noqa: F401  (a memory budget is spent by what operators cost)
+import titan_gdn.ops.flops  # noqa: F401  (a memory budget weighs operators by their registered FLOPs)
 from titan_gdn.parallel.collectives import group_name
-from titan_gdn.parallel.exchange import Exchange, NoExchange
+from titan_gdn.parallel.exchange.base import Exchange
+from titan_gdn.parallel.exchange.local import NoExchange
+from titan_gdn.runtime import partitioner
 
 
 class SelectiveAC(activation_checkpoint.SelectiveAC):
-    """TorchTitan's, which also saves the results of our operators and of exchanges.
+    """TorchTitan's selective policy, which also saves the results of our operators and of exchanges.
 
-    Rules, convolutions and document attention run once. Of communication, what the exchange of a block says
-    is saved (`Exchange.saved`). What is gathered of hidden states is not, be it over CP or over TP, for that
-    is what checkpointing is to free; neither are the keys and values of full attention, of the whole length
-    too.
+    Rules, convolutions and document attention run once. Of the collectives over CP, those that the exchange
+    of a block names in `Exchange.saved` run once. Gathered hidden states, over CP or TP, are not saved,
+    because they are what checkpointing is meant to free. Gathered keys and values of full attention are not
+    saved either, because they have the length of the whole sequence.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(activation_checkpoint.SelectiveAC.Config):
         save_exchange: bool = True
-        """Save what the exchanges "all_to_all" and "state" send, and what "all_gather" sends back, instead
-        of sending it again in the backward. Hidden states that were gathered are gathered again."""
+        """Save what exchanges of linear attention send over CP instead of sending it again in the backward.
+        Gathered hidden states are not saved but gathered again."""
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         wrapped = super()._wrap_block(module, base_fqn=base_fqn)
@@ -39,7 +40,7 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
             exchange = module.linear_attention.exchange
 
         def contexts() -> tuple[Any, Any]:
-            # TorchTitan's list is of operators: it cannot tell the group that a collective runs over.
+            # TorchTitan's list names operators, so it cannot tell over which group a collective runs.
             forward, recompute = torchtitans()
             forward.policy_fn = partial(_policy, exchange, forward.policy_fn)
             return forward, recompute
@@ -49,19 +50,15 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
 
 
 class MemoryBudgetAC(activation_checkpoint.MemoryBudgetAC):
-    """TorchTitan's, where blocks communicate.
-
-    A compiled block takes process groups as arguments. Torch's partitioner wants the size of all of them, and
-    raises for an object that may hold tensors; these hold none.
-    """
+    """TorchTitan's memory budget for blocks that take process groups as arguments."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(activation_checkpoint.MemoryBudgetAC.Config):
         pass
 
     def apply(self, model: nn.Module) -> None:
-        """As TorchTitan's."""
-        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
+        """Apply the budget as TorchTitan does."""
+        partitioner.ignore_process_groups()
         super().apply(model)
 
 

@@ -1,11 +1,15 @@
-"""Configurations of the parts of hybrid models, and which numbers contradict each other."""
+"""What builders of hybrid models share: their arguments, checked, and the configurations of their modules.
+
+A model family derives its arguments from `HybridArguments`, or from `SparseArguments` if it has experts, and
+adds a method `config` that builds the model (see `titan_gdn.models.qwen3_next.model`). The fields of its
+arguments are the keys of `[model.overrides]`; the string below each is its documentation.
+"""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from torch import nn
-from torchtitan.models.common import Embedding, FeedForward, Linear
+from torchtitan.models.common import Embedding, FeedForward
 from torchtitan.models.common.attention import BaseAttention
 from torchtitan.models.common.config_utils import (
     make_ffn_config,
@@ -17,53 +21,158 @@ from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.protocols.module import Module
 
 from titan_gdn.layers.experts import GroupedExperts
-from titan_gdn.layers.linear_attention import GroupedConv, LinearAttention, LinearAttentionConfig
-from titan_gdn.models.hybrid.model import HybridBlock, HybridModel
-
-NORMAL = partial(nn.init.normal_, std=0.02)  # `initializer_range` of the published configurations
-WEIGHT = {"weight": NORMAL}
-
-Arguments = dict[str, Any]
-"""The arguments of a model's builder by name. Those that all hybrid models have are called alike."""
+from titan_gdn.layers.initialization import NORMAL, WEIGHT, linear
+from titan_gdn.layers.linear_attention import LinearAttention, Widths
+from titan_gdn.models.hybrid.block import HybridBlock
+from titan_gdn.models.hybrid.model import HybridModel
 
 KINDS = ("linear_attention", "full_attention")
+"""What a layer's `layer_types` may be."""
 
 
-def linear(in_features: int, out_features: int) -> Linear.Config:
-    """A linear without bias."""
-    return Linear.Config(in_features=in_features, out_features=out_features, param_init=WEIGHT)
+@dataclass(frozen=True, kw_only=True)
+class HybridArguments:
+    """The arguments that the builders of all hybrid models have.
 
-
-def linear_attention(
-    layer: type[LinearAttention], given: Arguments, **own: Module.Config
-) -> LinearAttention.Config:
-    """A linear attention layer in head groups.
-
-    Args:
-        layer: the class of the layer.
-        given: has its heads and widths.
-        **own: the parts that not every such layer has.
+    Raises:
+        ValueError: an argument is out of range, or contradicts another. Names it, its value, and what is
+            expected.
     """
-    groups, values = given["n_linear_key_heads"], given["n_linear_value_heads"]
-    key_dim, value_dim = given["linear_key_head_dim"], given["linear_value_head_dim"]
-    width = 2 * key_dim + values // groups * value_dim
-    bound = given["linear_conv_kernel"] ** -0.5  # torch.nn.Conv1d's own, for one channel in
-    return layer.Config(
-        n_key_heads=groups,
-        n_value_heads=values,
-        key_head_dim=key_dim,
-        value_head_dim=value_dim,
-        run=LinearAttentionConfig(),
-        in_proj_qkv=linear(given["dim"], groups * width),
-        conv=GroupedConv.Config(
-            n_groups=groups,
-            group_width=width,
-            kernel_size=given["linear_conv_kernel"],
-            param_init={"weight": partial(nn.init.uniform_, a=-bound, b=bound)},
-        ),
-        out_proj=linear(values * value_dim, given["dim"]),
-        **own,
-    )
+
+    vocab_size: int
+    """Rows of the embedding."""
+
+    dim: int
+    """Width of the hidden states."""
+
+    n_layers: int
+    """Number of layers."""
+
+    full_attention_interval: int = 4
+    """The layers whose numbers (from 1) are multiples of this attend fully, the others linearly."""
+
+    layer_types: list[str] | None = None
+    """"linear_attention" or "full_attention" for each layer, instead of the interval."""
+
+    norm_eps: float
+    """Epsilon of all norms."""
+
+    n_heads: int
+    """Query heads of the full attention."""
+
+    n_linear_key_heads: int
+    """Key heads of the linear attention, which is the number of head groups."""
+
+    n_linear_value_heads: int
+    """Value heads of the linear attention, a multiple of its key heads."""
+
+    linear_key_head_dim: int
+    """Width of its key heads."""
+
+    linear_value_head_dim: int
+    """Width of its value heads."""
+
+    linear_conv_kernel: int = 4
+    """Tokens that its convolution sees."""
+
+    hidden_dim: int
+    """Hidden width of dense feed-forwards."""
+
+    def __post_init__(self) -> None:
+        self.check_at_least_1(
+            "vocab_size",
+            "dim",
+            "n_layers",
+            "full_attention_interval",
+            "n_heads",
+            "n_linear_key_heads",
+            "n_linear_value_heads",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_conv_kernel",
+            "hidden_dim",
+        )
+        self.check_divides("n_linear_key_heads", "n_linear_value_heads")
+        if not 0 < self.norm_eps < 1:
+            self.refuse("norm_eps", "a number between 0 and 1")
+        kinds = self.layer_types
+        if kinds is not None and (len(kinds) != self.n_layers or not set(kinds) <= set(KINDS)):
+            self.refuse("layer_types", f"one of {KINDS} for each of the {self.n_layers} layers")
+
+    def refuse(self, name: str, expected: str) -> NoReturn:
+        """Raise the `ValueError` that names an argument, its value, and what is expected of it."""
+        raise ValueError(f"{name} = {getattr(self, name)}: expected {expected}")
+
+    def check_at_least_1(self, *names: str) -> None:
+        """Check that each of these arguments is at least 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                self.refuse(name, "at least 1")
+
+    def check_divides(self, part: str, whole: str) -> None:
+        """Check that the argument `part` divides the argument `whole`."""
+        if getattr(self, whole) % getattr(self, part):
+            self.refuse(part, f"a divisor of {whole} = {getattr(self, whole)}")
+
+    def kinds(self) -> list[str]:
+        """One of `KINDS` for each layer."""
+        if self.layer_types is not None:
+            return self.layer_types
+        return [
+            "linear_attention" if i % self.full_attention_interval else "full_attention"
+            for i in range(1, self.n_layers + 1)
+        ]
+
+    def linear_attention_widths(self) -> Widths:
+        """The widths of the linear attention layers."""
+        return Widths(
+            dim=self.dim,
+            key_heads=self.n_linear_key_heads,
+            value_heads=self.n_linear_value_heads,
+            key_dim=self.linear_key_head_dim,
+            value_dim=self.linear_value_head_dim,
+            conv_kernel=self.linear_conv_kernel,
+            norm_eps=self.norm_eps,
+        )
+
+    def config(self) -> HybridModel.Config:
+        """The configuration of the model."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseArguments(HybridArguments):
+    """The arguments of models with experts."""
+
+    n_experts: int
+    """Routed experts; 0 makes every layer dense."""
+
+    n_experts_per_token: int
+    """Experts that a token is routed to."""
+
+    expert_hidden_dim: int
+    """Hidden width of a routed expert."""
+
+    shared_expert_hidden_dim: int
+    """Hidden width of the shared expert."""
+
+    load_balance_coeff: float | None = None
+    """Step of TorchTitan's bias that balances experts (arXiv 2408.15664); none: no such bias."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.load_balance_coeff is not None and not self.load_balance_coeff > 0:
+            self.refuse("load_balance_coeff", "a positive number")
+        if self.n_experts < 0:
+            self.refuse("n_experts", "at least 0, which makes every layer dense")
+        if self.n_experts == 0:
+            return
+        self.check_at_least_1("n_experts_per_token", "expert_hidden_dim", "shared_expert_hidden_dim")
+        if self.n_experts_per_token > self.n_experts:
+            self.refuse("n_experts_per_token", f"at most n_experts = {self.n_experts}")
+        for name in ("dim", "expert_hidden_dim"):
+            if getattr(self, name) % 8:  # torch's grouped products need rows of 16 bytes
+                self.refuse(name, "a multiple of 8, with experts")
 
 
 def feed_forward(dim: int, hidden_dim: int) -> FeedForward.Config:
@@ -71,15 +180,15 @@ def feed_forward(dim: int, hidden_dim: int) -> FeedForward.Config:
     return make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=WEIGHT, w2w3_param_init=WEIGHT)
 
 
-def moe(given: Arguments, shared_experts: FeedForward.Config, **router: Any) -> MoE.Config:
+def moe(arguments: SparseArguments, shared_experts: FeedForward.Config, **router: Any) -> MoE.Config:
     """Routed and shared experts.
 
     Args:
-        given: has their numbers and widths, and the step of the bias that balances them, or None for none.
-        shared_experts: what every token goes to.
-        **router: what else `make_router_config` takes: scores, their norm and scale.
+        arguments: number and widths of the experts, and the step of the bias that balances them.
+        shared_experts: the feed-forward that every token goes through.
+        **router: what else `make_router_config` takes: score function, normalization and scale.
     """
-    dim, n_experts, top_k = given["dim"], given["n_experts"], given["n_experts_per_token"]
+    dim, n_experts, top_k = arguments.dim, arguments.n_experts, arguments.n_experts_per_token
     return make_moe_config(
         num_experts=n_experts,
         router=make_router_config(
@@ -88,7 +197,7 @@ def moe(given: Arguments, shared_experts: FeedForward.Config, **router: Any) -> 
         routed_experts=RoutedExperts.Config(
             inner_experts=GroupedExperts.Config(
                 dim=dim,
-                hidden_dim=given["expert_hidden_dim"],
+                hidden_dim=arguments.expert_hidden_dim,
                 num_experts=n_experts,
                 param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), NORMAL),
             ),
@@ -97,96 +206,43 @@ def moe(given: Arguments, shared_experts: FeedForward.Config, **router: Any) -> 
             ),
         ),
         shared_experts=shared_experts,
-        load_balance_coeff=given["load_balance_coeff"],
+        load_balance_coeff=arguments.load_balance_coeff,
     )
 
 
 def decoder(
-    model: type[HybridModel],
-    given: Arguments,
+    arguments: HybridArguments,
     *,
-    layer_types: list[str],
     linear_attention: Callable[[], LinearAttention.Config],
     attention: Callable[[], BaseAttention.Config],
     mlp: Callable[[int], FeedForward.Config | MoE.Config],
     norm: Callable[[int], Module.Config],
     enable_weight_tying: bool = False,
 ) -> HybridModel.Config:
-    """A model, layer by layer.
+    """Build a model layer by layer.
 
     Args:
-        model: the class of the model.
-        given: has its width and its vocabulary.
-        layer_types: of each layer, one of `KINDS`.
+        arguments: widths, vocabulary and the kinds of the layers.
         linear_attention: makes a linear attention layer.
         attention: makes a full attention layer.
-        mlp: from the number of a layer, its feed-forward: dense, or experts.
-        norm: from a width, a norm.
-        enable_weight_tying: one weight for embedding and head.
+        mlp: makes the feed-forward of a layer from its number (from 0), dense or with experts.
+        norm: makes a norm of a width.
+        enable_weight_tying: embedding and head share one weight.
     """
-    dim, vocab_size = given["dim"], given["vocab_size"]
+    dim, vocab_size = arguments.dim, arguments.vocab_size
 
     def layer(i: int, kind: str) -> HybridBlock.Config:
-        mix = {"attention": attention()} if kind == "full_attention" else {kind: linear_attention()}
+        mixer = {"attention": attention()} if kind == "full_attention" else {kind: linear_attention()}
         part = mlp(i)
-        part = {"moe" if isinstance(part, MoE.Config) else "feed_forward": part}
-        return HybridBlock.Config(attention_norm=norm(dim), ffn_norm=norm(dim), **mix, **part)
+        ffn = {"moe" if isinstance(part, MoE.Config) else "feed_forward": part}
+        return HybridBlock.Config(attention_norm=norm(dim), ffn_norm=norm(dim), **mixer, **ffn)
 
-    return model.Config(
+    return HybridModel.Config(
         dim=dim,
         vocab_size=vocab_size,
         tok_embeddings=Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=WEIGHT),
-        layers=[layer(i, kind) for i, kind in enumerate(layer_types)],
+        layers=[layer(i, kind) for i, kind in enumerate(arguments.kinds())],
         norm=norm(dim),
         lm_head=linear(dim, vocab_size),
         enable_weight_tying=enable_weight_tying,
     )
-
-
-def refuse(given: Arguments, name: str, expected: str) -> None:
-    """Raise the `ValueError` that says which argument of a builder is wrong, and what is expected of it."""
-    raise ValueError(f"{name} = {given[name]}: expected {expected}")
-
-
-def check_divides(given: Arguments, part: str, whole: str) -> None:
-    """Refuse a `part` that does not divide the `whole`."""
-    if given[whole] % given[part]:
-        refuse(given, part, f"a divisor of {whole} = {given[whole]}")
-
-
-_COUNTS = (
-    "vocab_size dim n_layers full_attention_interval n_heads n_linear_key_heads n_linear_value_heads "
-    "linear_key_head_dim linear_value_head_dim linear_conv_kernel hidden_dim"
-).split()
-_OF_EXPERTS = ("n_experts_per_token", "expert_hidden_dim", "shared_expert_hidden_dim")
-
-
-def check_numbers(given: Arguments, *counts: str) -> None:
-    """Refuse numbers that contradict each other in any hybrid model.
-
-    Args:
-        given: the arguments of a model's builder.
-        *counts: names of its own arguments that are at least 1.
-
-    Raises:
-        ValueError: names the argument, its value, and what is expected.
-    """
-    for name in (*_COUNTS, *counts, *(_OF_EXPERTS if given["n_experts"] else ())):
-        if given[name] < 1:
-            refuse(given, name, "at least 1")
-    check_divides(given, "n_linear_key_heads", "n_linear_value_heads")
-    if not 0 < given["norm_eps"] < 1:
-        refuse(given, "norm_eps", "a number between 0 and 1")
-    if given["load_balance_coeff"] is not None and not given["load_balance_coeff"] > 0:
-        refuse(given, "load_balance_coeff", "a positive number")
-    if given["n_experts"] < 0:
-        refuse(given, "n_experts", "at least 0, which makes every layer dense")
-    if given["n_experts"]:
-        if given["n_experts_per_token"] > given["n_experts"]:
-            refuse(given, "n_experts_per_token", f"at most n_experts = {given['n_experts']}")
-        for name in ("dim", "expert_hidden_dim"):
-            if given[name] % 8:  # torch's grouped products want rows of 16 bytes
-                refuse(given, name, "a multiple of 8, with experts")
-    kinds = given["layer_types"]
-    if kinds is not None and (len(kinds) != given["n_layers"] or not set(kinds) <= set(KINDS)):
-        refuse(given, "layer_types", f"one of {KINDS} for each of the {given['n_layers']} layers")

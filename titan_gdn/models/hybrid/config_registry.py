@@ -1,4 +1,6 @@
-"""What a model trains with unless a TOML file or the command line says otherwise."""
+"""The settings that a model trains with unless a TOML file or the command line changes them."""
+
+from dataclasses import dataclass
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -14,33 +16,57 @@ from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.data.text_files import TextFilesDataLoader
 
 PATTERNS = (r"(A_log|dt_bias|norm\.weight)$", ".*")
-"""Of the names of parameters: those without weight decay, the rest."""
+"""Patterns of parameter names: those without weight decay, then the rest."""
 
 
-def run_of(spec: ModelSpec) -> Trainer.Config:
-    """The run of a model: small and in float32 for flavours called `debug`."""
-    debug = spec.flavor.startswith("debug")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDefaults:
+    """What a flavor sets in the run that it is trained in. The defaults are those of a published model."""
+
+    lr: float = 3e-4
+    warmup_steps: int = 200
+    local_batch_size: int = 1
+    seq_len: int = 4096
+    steps: int = 10000
+    mixed_precision_param: str = "bfloat16"
+    full_checkpointing: bool = True
+
+
+DEBUG_RUN = RunDefaults(
+    lr=3e-3,
+    warmup_steps=10,
+    local_batch_size=4,
+    seq_len=256,
+    steps=100,
+    mixed_precision_param="float32",
+    full_checkpointing=False,
+)
+"""A run of minutes on a CPU."""
+
+
+def run_of(spec: ModelSpec, run: RunDefaults) -> Trainer.Config:
+    """The run of a model."""
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=BYTE_TOKENIZER,
         loss=ChunkedLossWrapper.Config(
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
         ),
-        optimizer=_adamw(3e-3 if debug else 3e-4),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10 if debug else 200),
-        # Document offsets go to the host once a forward, which a CUDA graph cannot hold.
+        optimizer=_adamw(run.lr),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=run.warmup_steps),
         training=TrainingConfig(
-            local_batch_size=4 if debug else 1,
-            seq_len=256 if debug else 4096,
-            steps=100 if debug else 10000,
+            local_batch_size=run.local_batch_size,
+            seq_len=run.seq_len,
+            steps=run.steps,
+            # Document offsets go to the host once a forward, which a CUDA graph cannot hold.
             disable_cuda_graphs=True,
-            mixed_precision_param="float32" if debug else "bfloat16",
+            mixed_precision_param=run.mixed_precision_param,
         ),
         dataloader=TextFilesDataLoader.Config(),
         validator=Validator.Config(steps=10, dataloader=TextFilesDataLoader.Config(infinite=False)),
         metrics=MetricsProcessor.Config(log_freq=10),
         checkpoint=CheckpointManager.Config(last_save_model_only=False),
-        activation_checkpoint=None if debug else FullAC.Config(),
+        activation_checkpoint=FullAC.Config() if run.full_checkpointing else None,
     )
 
 

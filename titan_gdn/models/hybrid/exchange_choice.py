@@ -1,4 +1,4 @@
-"""Which exchange the layers of a model take in a run, and what of the run that depends on."""
+"""Which exchange the layers of a model use in a run, and the facts of the run that decide it."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -6,64 +6,60 @@ from typing import TYPE_CHECKING
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_gdn.layers.gated_delta_net import GatedDeltaNet
-from titan_gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from titan_gdn.layers.linear_attention import LinearAttention
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
+from titan_gdn.models.hybrid.block import linear_kinds, linear_layers, names_of
 from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.parallel.cost import Choice, choose
-from titan_gdn.parallel.exchange import ExchangeName
+from titan_gdn.parallel.exchange.registry import EXCHANGES
 from titan_gdn.parallel.traffic import ShardedBatch
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-    from titan_gdn.models.hybrid.model import HybridModel
 
-NAMES = {GatedDeltaNet.Config: "Gated DeltaNet", KimiDeltaAttention.Config: "Kimi Delta Attention"}
-
-
-def choose_exchanges(model: "HybridModel.Config", config: "Trainer.Config") -> None:
-    """Replace "auto" by the exchange that takes the least time, for each kind of layer."""
+def choose_exchanges(model: Decoder.Config, config: "Trainer.Config") -> None:
+    """Replace "auto" with the exchange that costs the least time, for each kind of layer."""
     parallelism = config.parallelism
     if parallelism.context_parallel_degree == 1:
         return
-    for kind in model.linear_kinds():
+    for kind in linear_kinds(model.layers):
         if kind.run.exchange != "auto":
             continue
         choice = choice_of(model, kind, config)
-        for layer in model.linear_layers():
+        for layer in linear_layers(model.layers):
             if type(layer) is type(kind):
                 layer.run = replace(layer.run, exchange=choice.name)
         logger.info(
-            f"Exchange of {NAMES[type(kind)]} at CP {parallelism.context_parallel_degree}, "
+            f"Exchange of {kind._owner.title} at CP {parallelism.context_parallel_degree}, "
             f"TP {parallelism.tensor_parallel_degree}: {choice.name} ({choice.reason})"
         )
 
 
-def choice_of(model: "HybridModel.Config", layer: LinearAttention.Config, config: "Trainer.Config") -> Choice:
-    """The exchange that "auto" is for the layers of this kind.
+def choice_of(model: Decoder.Config, layer: LinearAttention.Config, config: "Trainer.Config") -> Choice:
+    """The exchange that "auto" takes for the layers of this kind.
 
     Raises:
         ValueError: none is possible.
     """
-    alike = model.names_of(layer)
+    alike = names_of(model.layers, layer)
     kept = max(
         sum(sum(name in alike for name in stage.modules) * stage.in_flight for stage in stages)
         for stages in stages_of(len(model.layers), config)
     )
-    split = split_of(layer, config)
-    return choose(layer.shape(), split, layer.run.machine, recomputes(config), kept, saved_exchanges(config))
+    batch = batch_of(layer, config)
+    return choose(layer.shape(), batch, layer.run.machine, recomputes(config), kept, saved_exchanges(config))
 
 
-def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> ShardedBatch:
-    """How a forward's batch lies on the ranks of a run, for the traffic model."""
+def batch_of(layer: LinearAttention.Config, config: "Trainer.Config") -> ShardedBatch:
+    """The batch of one forward and how the run shards it, for the traffic model."""
     parallelism, training = config.parallelism, config.training
     pipeline = parallelism.pipeline_parallel_degree > 1
     return ShardedBatch(
-        batch=parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size,
+        rows=parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size,
         length=training.seq_len,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
@@ -77,16 +73,20 @@ def split_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Sharded
 def recomputes(config: "Trainer.Config") -> bool:
     """Whether the backward repeats the forward of a linear attention layer, its exchange included.
 
-    The compiler's memory budget is taken not to. Torch's partitioner does repeat an all-to-all where the
-    budget is small, for it is none of the collectives that it knows; which, is not known before it compiles.
+    A memory budget counts as not repeating it. With a small budget, torch's partitioner does repeat an
+    all-to-all, because it does not know that it is a collective; which ones is only known after compilation.
     """
     return isinstance(config.activation_checkpoint, FullAC.Config | activation_checkpoint.SelectiveAC.Config)
 
 
-def saved_exchanges(config: "Trainer.Config") -> tuple[ExchangeName, ...]:
-    """The exchanges that are not repeated all the same: selective checkpointing keeps their results.
-
-    Of "all_gather" it keeps what goes back alone, and repeats the gather, which is most of it.
-    """
+def saves_exchange(config: "Trainer.Config") -> bool:
+    """Whether selective checkpointing keeps the results of the collectives that `Exchange.saved` names."""
     policy = config.activation_checkpoint
-    return ("all_to_all", "state") if isinstance(policy, SelectiveAC.Config) and policy.save_exchange else ()
+    return isinstance(policy, SelectiveAC.Config) and policy.save_exchange
+
+
+def saved_exchanges(config: "Trainer.Config") -> tuple[str, ...]:
+    """The exchanges that are not repeated in the backward because checkpointing keeps their results."""
+    if not saves_exchange(config):
+        return ()
+    return tuple(name for name, exchange in EXCHANGES.items() if not exchange.sends_again)

@@ -3,83 +3,37 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.models.common import FeedForward
-from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
+from torchtitan.models.common.attention import AttentionMasksType
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.rope import RoPE
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
-from torchtitan.protocols.module import Module
 
-from titan_gdn.layers.linear_attention import Decay, LinearAttention
+from titan_gdn.layers.linear_attention import Decay
 from titan_gdn.models.hybrid import checks, quantize
+from titan_gdn.models.hybrid.block import linear_layers
 from titan_gdn.models.hybrid.exchange_choice import choose_exchanges
+from titan_gdn.models.hybrid.sharding import set_hybrid_sharding
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 
-class HybridBlock(Module):
-    """A layer: linear or full attention, then a dense or sparse feed-forward."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        linear_attention: LinearAttention.Config | None = None
-        attention: BaseAttention.Config | None = None
-        feed_forward: FeedForward.Config | None = None
-        moe: MoE.Config | None = None
-        attention_norm: Module.Config
-        ffn_norm: Module.Config
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.linear_attention = config.linear_attention.build() if config.linear_attention else None
-        self.attention = config.attention.build() if config.attention else None
-        self.feed_forward = config.feed_forward.build() if config.feed_forward else None
-        self.moe = config.moe.build() if config.moe else None
-        self.moe_enabled = config.moe is not None
-        self.attention_norm = config.attention_norm.build()
-        self.ffn_norm = config.ffn_norm.build()
-
-    def forward(
-        self,
-        x_BLD: torch.Tensor,
-        attention_masks: AttentionMasksType | None,
-        positions: torch.Tensor | None,
-        decay: tuple[torch.Tensor, torch.Tensor] | None,
-        *,
-        sequence: SequenceLayout,
-    ) -> torch.Tensor:
-        """`[B, L, D]` to `[B, L, D]`; `decay` is what this layer's `Decay` returned, if it has one."""
-        h_BLD = self.attention_norm(x_BLD)
-        if self.linear_attention is not None:
-            h_BLD = self.linear_attention(h_BLD, *decay, sequence=sequence)
-        else:
-            h_BLD = self.attention(
-                h_BLD, attention_masks=attention_masks, positions=positions, sequence=sequence
-            )
-        x_BLD = x_BLD + h_BLD
-        feed_forward = self.moe if self.moe_enabled else self.feed_forward
-        return x_BLD + feed_forward(self.ffn_norm(x_BLD))
-
-
 class HybridModel(Decoder):
-    """The decoder. Documents are told apart by `positions`: 0 begins one.
+    """A decoder whose layers are `HybridBlock`s. A position of 0 begins a document."""
 
-    A model is a subclass whose `Config` says how its full attention is sharded, and what it refuses beyond
-    `check`.
-    """
+    full_precision: ClassVar[dict[str, str]] = {"lm_head": "logits"}
+    """Linears that are never quantized, and what each one makes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
         converters: list[QuantizationConverter.Config] = field(default_factory=list)
-        """What is quantized, and how: see `titan_gdn.models.hybrid.quantize`."""
+        """What is quantized, and how; see `titan_gdn.models.hybrid.quantize`."""
 
         @property
         def max_seq_len(self) -> int:
@@ -87,35 +41,21 @@ class HybridModel(Decoder):
             rope = getattr(self.first_attention, "rope", None)
             return sys.maxsize if rope is None else rope.max_seq_len
 
-        def linear_layers(self) -> list[LinearAttention.Config]:
-            """The linear attention layers in order."""
-            return [layer.linear_attention for layer in self.layers if layer.linear_attention is not None]
-
-        def linear_kinds(self) -> list[LinearAttention.Config]:
-            """One linear attention layer of each class; those of a class are alike."""
-            return list({type(layer): layer for layer in reversed(self.linear_layers())}.values())
-
-        def names_of(self, kind: LinearAttention.Config) -> list[str]:
-            """The names of the layers that attend linearly as this one does, `"layers.0"` and so on."""
-            kinds = enumerate(type(layer.linear_attention) for layer in self.layers)
-            return [f"layers.{i}" for i, other in kinds if other is type(kind)]
-
         def check(self, config: "Trainer.Config") -> None:
-            """Refuse the run that cannot be, before anything is built.
+            """Validate a run against the model before anything is built.
 
             Raises:
-                ValueError: heads that TP does not divide, a length that TP and CP do not, experts that the
-                    ranks cannot share, an exchange or pipeline stages that cannot be.
+                ValueError: names the keys that do not fit the model, and what is possible.
             """
-            checks.check(self, config)
+            checks.check(self, self.converters, config)
 
         def check_device(self) -> None:
-            """Refuse what does not run on TorchTitan's device here; a plan is made for another machine.
+            """Check that kernels and number formats run on this machine; a plan for another one skips this.
 
             Raises:
-                ValueError: says why, and what is possible.
+                ValueError: says what does not run here, and what is possible.
             """
-            checks.check_device(self)
+            checks.check_device(self, self.converters)
 
         def update_from_config(self, *, config: "Trainer.Config", **kwargs: object) -> None:
             """Complete the configuration with what the run says (called by TorchTitan's trainer).
@@ -130,23 +70,14 @@ class HybridModel(Decoder):
                 if (rope := getattr(layer.attention, "rope", None)) is not None:
                     layer.attention.rope = replace(rope, max_seq_len=config.training.seq_len)
                 if layer.moe is not None:
-                    layer.moe.router._debug_force_load_balance = checks.deals_out(config)
-            self.set_sharding(
+                    layer.moe.router._debug_force_load_balance = checks.forces_load_balance(config)
+            set_hybrid_sharding(
+                self,
                 tp=parallelism.tensor_parallel_degree,
                 enable_sp=parallelism.enable_sequence_parallel,
                 enable_ep=parallelism.expert_parallel_degree > 1,
             )
-            quantize.quantize(self, config)
-
-        def set_sharding(self, *, tp: int, enable_sp: bool, enable_ep: bool) -> None:
-            """Write the placements of every parameter and activation into the configuration.
-
-            Args:
-                tp: degree of tensor parallelism.
-                enable_sp: sequence parallelism.
-                enable_ep: expert parallelism.
-            """
-            raise NotImplementedError
+            quantize.quantize(self, self.converters, config)
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Parameters, and floating point operations a token of forward and backward.
@@ -158,7 +89,7 @@ class HybridModel(Decoder):
             attention = self.first_attention
             heads, widths = (attention.n_heads, attention.pair_width) if attention else (0, 0)
             nparams, flops = get_moe_model_nparams_and_flops(self, model, heads, widths, seq_len)
-            for layer in self.linear_layers():
+            for layer in linear_layers(self.layers):
                 flops += 3 * 3 * 2 * layer.n_value_heads * layer.key_head_dim * layer.value_head_dim
             return nparams, flops
 

@@ -15,8 +15,6 @@ from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-    from titan_gdn.models.hybrid.model import HybridModel
-
 ONE_STAGE = ("1F1B", "GPipe")
 """Schedules of one stage a rank; the others take two or more."""
 SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS")
@@ -104,8 +102,13 @@ def _in_flight(
     return [most[stage] for stage in range(count)]
 
 
-def check_pipeline(model: "HybridModel.Config", config: "Trainer.Config") -> None:
-    """Refuse what no pipeline is made of.
+def check_pipeline(n_layers: int, tied: bool, config: "Trainer.Config") -> None:
+    """Check that the run's pipeline stages can be made.
+
+    Args:
+        n_layers: of the model.
+        tied: embedding and head share one weight.
+        config: the run.
 
     Raises:
         ValueError: says which keys contradict each other, and what is possible.
@@ -114,7 +117,7 @@ def check_pipeline(model: "HybridModel.Config", config: "Trainer.Config") -> Non
     degree = f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}"
     if parallelism.pipeline_parallel_degree == 1:
         return
-    if model.enable_weight_tying:
+    if tied:
         raise ValueError(
             f"{degree} puts the embedding and the head on different stages, but "
             "model.overrides.tie_word_embeddings makes them one weight: leave one of the two out"
@@ -135,11 +138,11 @@ def check_pipeline(model: "HybridModel.Config", config: "Trainer.Config") -> Non
             f"supported: one that takes the backward apart loses the gradient of the last norm. Possible: "
             f"{', '.join(SCHEDULES)}"
         )
-    stages = _count_stages(len(model.layers), parallelism)
+    stages = _count_stages(n_layers, parallelism)
     if parallelism.module_fqns_per_model_part is not None:
-        _check_parts(len(model.layers), parallelism.module_fqns_per_model_part)
+        _check_parts(n_layers, parallelism.module_fqns_per_model_part)
     else:
-        _check_layers(len(model.layers), stages, parallelism)
+        _check_layers(n_layers, stages, parallelism)
     _check_microbatches(config, stages)
 
 

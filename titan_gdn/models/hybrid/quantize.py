@@ -24,18 +24,18 @@ from torchtitan.components.quantization import (
     QuantizationConverter,
 )
 from torchtitan.distributed.parallel_dims import MeshAxisName
-from torchtitan.models.common import Linear
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common import Linear, SigmoidGatedFeedForward
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
 from titan_gdn.layers.gated_attention import GatedAttention
 from titan_gdn.layers.linear_attention import LinearAttention
+from titan_gdn.parallel.exchange.registry import exchange_class
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
-
-    from titan_gdn.models.hybrid.model import HybridModel
 
 PARTS: dict[str, dict[str, type[QuantizationConverter.Config]]] = {
     "linear": {
@@ -51,16 +51,14 @@ PARTS: dict[str, dict[str, type[QuantizationConverter.Config]]] = {
 # 16 bytes (module_filter_fn), MXFP8's blocks that share a scale, the tiles of torchao's NVFP4 kernels.
 MULTIPLE = {"float8": 16, "mxfp8": 32, "nvfp4": 128}
 
-KEPT = {
-    "in_proj_ba": "decay and beta",
-    "in_proj_b": "beta",
-    "f_a": "decay",
-    "f_b": "decay",
-    "gate": "routing",
-    "lm_head": "logits",
+_FULL_PRECISION = {
+    TokenChoiceTopKRouter.Config: {"gate": "routing"},
+    SigmoidGatedFeedForward.Config: {"gate": "routing"},
 }
-"""Linears that stay as they are, and what they make. A decay is the argument of an exponential that is summed
-over a document, a router's score decides which expert a token goes to: rounding there is not averaged out."""
+"""What modules of TorchTitan keep in full precision; ours declare it themselves (`full_precision`).
+
+A decay is the argument of an exponential that is summed over a document, and a router's score decides which
+expert a token goes to: rounding there does not average out."""
 
 Found = tuple[str, Module.Config, object, str | int]
 """A configuration in a model, as `traverse` finds it: its name, itself, and where it is kept."""
@@ -95,19 +93,21 @@ def name_of(converter: QuantizationConverter.Config) -> tuple[str, str]:
     )
 
 
-def check(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+def check(
+    model: Decoder.Config, converters: list[QuantizationConverter.Config], config: "Trainer.Config"
+) -> None:
     """Refuse what no converter of the model can do, whatever the machine.
 
     Raises:
         ValueError: names the keys, and what to change.
     """
-    for converter in model.converters:
+    for converter in converters:
         part, name = name_of(converter)
         (_check_linear if part == "linear" else _check_experts)(converter, name, model, config)
 
 
 def _check_linear(
-    converter: QuantizationConverter.Config, name: str, model: "HybridModel.Config", config: "Trainer.Config"
+    converter: QuantizationConverter.Config, name: str, model: Decoder.Config, config: "Trainer.Config"
 ) -> None:
     parallelism, seq_len, multiple = config.parallelism, config.training.seq_len, MULTIPLE[name]
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
@@ -141,7 +141,7 @@ def _check_linear(
 
 
 def _check_experts(
-    converter: QuantizationConverter.Config, name: str, model: "HybridModel.Config", config: "Trainer.Config"
+    converter: QuantizationConverter.Config, name: str, model: Decoder.Config, config: "Trainer.Config"
 ) -> None:
     if not any(layer.moe is not None for layer in model.layers):
         raise ValueError(f'quantize.experts.name = "{name}": the model has no experts; leave the table out')
@@ -198,7 +198,9 @@ def _hushed() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def quantize(model: "HybridModel.Config", config: "Trainer.Config") -> None:
+def quantize(
+    model: Decoder.Config, converters: list[QuantizationConverter.Config], config: "Trainer.Config"
+) -> None:
     """Let the model's converters convert what fits, and log what was left and why.
 
     Args:
@@ -207,7 +209,7 @@ def quantize(model: "HybridModel.Config", config: "Trainer.Config") -> None:
     """
     parallelism = config.parallelism
     placed = Placed(parallelism.tensor_parallel_degree, parallelism.context_parallel_degree)
-    for converter in model.converters:
+    for converter in converters:
         part, name = name_of(converter)
         found = list(model.traverse(Linear.Config if part == "linear" else GroupedExperts.Config))
         reasons = {place[0]: why_not(*place, MULTIPLE[name], placed) for place in found}
@@ -228,7 +230,7 @@ def quantize(model: "HybridModel.Config", config: "Trainer.Config") -> None:
 class _Fitting:
     """What a converter sees of a model: the configurations that nothing speaks against."""
 
-    def __init__(self, model: "HybridModel.Config", reasons: dict[str, str | None]) -> None:
+    def __init__(self, model: Decoder.Config, reasons: dict[str, str | None]) -> None:
         self.model = model
         self.reasons = reasons
 
@@ -245,17 +247,23 @@ def why_not(
     fqn: str, config: Module.Config, parent: object, attr: str | int, multiple: int, placed: Placed
 ) -> str | None:
     """What speaks against quantizing a linear or experts, None if nothing does."""
-    if reason := KEPT.get(attr):
+    if reason := _full_precision(parent).get(attr):
         return reason
     sizes = _experts(config) if isinstance(config, GroupedExperts.Config) else _linear(config)
     rows, columns = (size // (placed.tp if split else 1) for size, split in sizes)
     if isinstance(parent, GatedAttention.Config) and attr in ("wk", "wv"):
         rows = config.out_features // min(placed.tp, parent.n_key_value_heads)  # see `GatedAttention`
-    if isinstance(parent, LinearAttention.Config) and attr == "in_proj_qkv":
-        rows //= placed.cp if parent.run.exchange == "all_gather" else 1
+    if isinstance(parent, LinearAttention.Config) and attr in parent._owner.exchanged:
+        rows //= placed.cp if exchange_class(parent.run.exchange, placed.cp).slices_weights else 1
     if rows % multiple or columns % multiple:
         return f"{rows} x {columns} on a rank, no multiples of {multiple}"
     return None
+
+
+def _full_precision(parent: object) -> dict[str, str]:
+    """The linears of a module that are never quantized, and what each one makes."""
+    declared = getattr(getattr(parent, "_owner", None), "full_precision", {})
+    return _FULL_PRECISION.get(type(parent), declared)
 
 
 def _linear(config: Linear.Config) -> tuple[tuple[int, bool], ...]:

@@ -22,11 +22,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.logging import logger
 
-_MODEL = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
 LAYER = {
     "attention_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
@@ -78,17 +73,24 @@ class HybridStateDictAdapter(StateDictAdapter):
         experts: our names of all experts' weights to the files' of one, `{}` in place of its number.
         rows: what is in another order.
         shapes: the shapes in the files of vectors that are not vectors there.
+        prefix: what the names of the decoder begin with in the files.
     """
 
     layer: ClassVar[dict[str, str]]
     experts: ClassVar[dict[str, str]]
     rows: ClassVar[tuple[Rows, ...]]
     shapes: ClassVar[dict[str, tuple[int, ...]]] = {}
+    prefix: ClassVar[str] = "model."
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
         # Without weights beside the tokenizer there is no index to complain about.
         super().__init__(model_config, hf_assets_path if _weight_files(hf_assets_path) else None)
         self.hf_assets_path = hf_assets_path
+        self._outside_layers = {
+            "tok_embeddings.weight": f"{self.prefix}embed_tokens.weight",
+            "norm.weight": f"{self.prefix}norm.weight",
+            "lm_head.weight": "lm_head.weight",
+        }
         self._sharded: dict[str, DTensor] = {}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -98,10 +100,10 @@ class HybridStateDictAdapter(StateDictAdapter):
         hf: dict[str, Any] = {}
         for key, value in state_dict.items():
             prefix, name = _split(key)
-            hf_prefix = f"model.{prefix}"
+            hf_prefix = self.prefix + prefix
             if not prefix:
                 if not (name == "lm_head.weight" and self.model_config.enable_weight_tying):
-                    hf[_MODEL[name]] = value
+                    hf[self._outside_layers[name]] = value
             elif name in self.experts:
                 for expert, weight in _local_experts(value):
                     hf[hf_prefix + self.experts[name].format(expert)] = weight
@@ -124,11 +126,11 @@ class HybridStateDictAdapter(StateDictAdapter):
         ours: dict[str, Any] = {}
         experts: dict[str, dict[int, Tensor]] = {}
         permuted: dict[tuple[str, Rows], dict[str, Tensor]] = {}
-        model_names = {hf: name for name, hf in _MODEL.items()}
+        model_names = {hf: name for name, hf in self._outside_layers.items()}
         full_names, linear_names = self._names("linear_attention."), self._names("attention.")
         linear_rows = {hf: rows for rows in self.rows for hf in rows.theirs}
         for hf_key, value in hf_state_dict.items():
-            prefix, hf_name = _split(hf_key.removeprefix("model."))
+            prefix, hf_name = _split(hf_key.removeprefix(self.prefix))
             if hf_key in model_names:
                 ours[model_names[hf_key]] = value
             if not self._has(prefix):

@@ -1,4 +1,4 @@
-"""Whole runs of Qwen3-Next's flavours.
+"""Whole runs of Qwen3-Next's flavors.
 
 The functions without arguments also serve TorchTitan's own command:
 `torchrun -m torchtitan.train --module titan_gdn.models.qwen3_next --config qwen3_next_80b_a3b`.
@@ -7,12 +7,12 @@ The functions without arguments also serve TorchTitan's own command:
 from torchtitan.trainer import Trainer
 
 from titan_gdn.models.hybrid.config_registry import run_of
-from titan_gdn.models.qwen3_next import model_registry
+from titan_gdn.models.qwen3_next import flavors, model_registry
 
 
 def trainer_config(flavor: str, **model: object) -> Trainer.Config:
-    """The run of a flavour; arguments as those of `titan_gdn.models.hybrid.model_spec`."""
-    return run_of(model_registry(flavor, **model))
+    """The run of a flavor; arguments as those of `titan_gdn.models.hybrid.model_spec`."""
+    return run_of(model_registry(flavor, **model), flavors[flavor].run)
 
 
 def qwen3_next_debug() -> Trainer.Config:

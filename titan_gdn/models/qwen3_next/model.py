@@ -3,41 +3,142 @@
 Reference: `transformers`, `models/qwen3_next/modeling_qwen3_next.py`.
 """
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from torch import nn
+from torchtitan.models.common import FeedForward, SigmoidGatedFeedForward
+from torchtitan.models.common.moe import MoE
+from torchtitan.tools.utils import device_type
+
+from titan_gdn.layers.document_attention import inner_attention
+from titan_gdn.layers.gated_attention import GatedAttention
+from titan_gdn.layers.gated_delta_net import GatedDeltaNet
+from titan_gdn.layers.initialization import linear
+from titan_gdn.layers.norms import OffsetRMSNorm
+from titan_gdn.layers.rotary import PartialRotary
+from titan_gdn.models.hybrid.builders import SparseArguments, decoder, feed_forward, moe
 from titan_gdn.models.hybrid.model import HybridModel
-from titan_gdn.models.qwen3_next.sharding import set_qwen3_next_sharding
-
-if TYPE_CHECKING:
-    from torchtitan.trainer import Trainer
 
 
-class Qwen3NextModel(HybridModel):
-    """A hybrid model with key-value heads fewer than TP ranks, and a rotary embedding that has an end."""
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextArguments(SparseArguments):
+    """The arguments of Qwen3-Next. The defaults are the published Qwen3-Next-80B-A3B (`config.json`)."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(HybridModel.Config):
-        def check(self, config: "Trainer.Config") -> None:
-            """Refuse the run that cannot be, before anything is built.
+    vocab_size: int = 151936
+    dim: int = 2048
+    n_layers: int = 48
+    norm_eps: float = 1e-6
 
-            Raises:
-                ValueError: as `HybridModel.Config.check`; also key-value heads that neither divide TP nor are
-                    divided by it, or a sequence beyond the rotary embedding.
-            """
-            # `super()` would not find it: the dataclass decorator with slots makes a new class.
-            HybridModel.Config.check(self, config)
-            tp, seq_len = config.parallelism.tensor_parallel_degree, config.training.seq_len
-            attention = self.first_attention
-            if attention and tp % attention.n_key_value_heads and attention.n_key_value_heads % tp:
-                raise ValueError(
-                    f"parallelism.tensor_parallel_degree = {tp} and the {attention.n_key_value_heads} "
-                    "key-value heads of the full attention: one must divide the other"
-                )
-            if seq_len > self.max_seq_len:
-                raise ValueError(
-                    f"training.seq_len = {seq_len} exceeds the {self.max_seq_len} tokens of the rotary "
-                    "embedding: shorten it, or raise model.overrides.context_length or .yarn_factor"
-                )
+    tie_word_embeddings: bool = False
+    """Embedding and head share one weight."""
 
-        set_sharding = set_qwen3_next_sharding
+    n_heads: int = 16
+
+    n_key_value_heads: int = 2
+    """Key-value heads of the full attention."""
+
+    head_dim: int = 256
+    """Width of its heads."""
+
+    partial_rotary_factor: float = 0.25
+    """Share of that width that the rotary embedding turns."""
+
+    rope_theta: float = 1e7
+    """Base of the rotary frequencies."""
+
+    context_length: int = 262144
+    """Tokens that the rotary embedding reaches without YaRN."""
+
+    yarn_factor: float = 1.0
+    """Factor by which YaRN (arXiv 2309.00071) extends `context_length`."""
+
+    n_linear_key_heads: int = 16
+    n_linear_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    hidden_dim: int = 5120
+    n_experts: int = 512
+    n_experts_per_token: int = 10
+    expert_hidden_dim: int = 512
+    shared_expert_hidden_dim: int = 512
+
+    norm_topk_prob: bool = True
+    """Scale the scores of the chosen experts to sum to 1."""
+
+    decoder_sparse_step: int = 1
+    """The layers whose numbers (from 1) are multiples of this have experts."""
+
+    mlp_only_layers: list[int] | None = None
+    """Layers (from 0) that are dense all the same."""
+
+    load_balance_coeff: float | None = None
+    """Step of TorchTitan's bias that balances experts (arXiv 2408.15664). The published model has no such
+    bias, and Hugging Face checkpoints have no place for it: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_at_least_1("n_key_value_heads", "head_dim", "context_length", "decoder_sparse_step")
+        self.check_divides("n_key_value_heads", "n_heads")
+        if not 1 < self.rope_theta < math.inf:
+            self.refuse("rope_theta", "a number above 1")
+        if not 1 <= self.yarn_factor < math.inf:
+            self.refuse("yarn_factor", "a number of at least 1 (1: no extension)")
+        turned = self.head_dim * self.partial_rotary_factor
+        if not 2 <= turned <= self.head_dim or int(turned) % 2:
+            self.refuse(
+                "partial_rotary_factor", f"a share of head_dim = {self.head_dim} that is an even number"
+            )
+        for layer in self.mlp_only_layers or []:
+            if not 0 <= layer < self.n_layers:
+                self.refuse("mlp_only_layers", f"layers from 0 to {self.n_layers - 1}")
+
+    def config(self) -> HybridModel.Config:
+        """The configuration of the model."""
+        return decoder(
+            self,
+            linear_attention=lambda: GatedDeltaNet.configure(self.linear_attention_widths()),
+            attention=self._attention,
+            mlp=self._mlp,
+            norm=self._norm,
+            enable_weight_tying=self.tie_word_embeddings,
+        )
+
+    def _norm(self, width: int) -> OffsetRMSNorm.Config:
+        return OffsetRMSNorm.Config(dim=width, eps=self.norm_eps, param_init={"weight": nn.init.zeros_})
+
+    def _attention(self) -> GatedAttention.Config:
+        return GatedAttention.Config(
+            n_heads=self.n_heads,
+            n_key_value_heads=self.n_key_value_heads,
+            head_dim=self.head_dim,
+            rope=PartialRotary.Config(
+                dim=int(self.head_dim * self.partial_rotary_factor),
+                max_seq_len=int(self.context_length * self.yarn_factor),
+                theta=self.rope_theta,
+                scaling="yarn" if self.yarn_factor > 1 else "none",
+                rope_factor=self.yarn_factor,
+                original_seq_len=self.context_length,
+            ),
+            wq=linear(self.dim, 2 * self.n_heads * self.head_dim),
+            wk=linear(self.dim, self.n_key_value_heads * self.head_dim),
+            wv=linear(self.dim, self.n_key_value_heads * self.head_dim),
+            wo=linear(self.n_heads * self.head_dim, self.dim),
+            q_norm=self._norm(self.head_dim),
+            k_norm=self._norm(self.head_dim),
+            inner_attention=inner_attention(device_type),
+        )
+
+    def _mlp(self, i: int) -> FeedForward.Config | MoE.Config:
+        sparse = self.n_experts > 0 and (i + 1) % self.decoder_sparse_step == 0
+        if not sparse or i in (self.mlp_only_layers or []):
+            return feed_forward(self.dim, self.hidden_dim)
+        shared = feed_forward(self.dim, self.shared_expert_hidden_dim)
+        return moe(
+            self,
+            shared_experts=SigmoidGatedFeedForward.Config(
+                w1=shared.w1, w2=shared.w2, w3=shared.w3, gate=linear(self.dim, 1)
+            ),
+            score_func="softmax",
+            route_norm=self.norm_topk_prob,
+        )

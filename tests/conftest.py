@@ -20,6 +20,22 @@ LAYERS = {
 }
 
 
+def pytest_addoption(parser):
+    """Plain `pytest` runs the fast set; the markers are explained in pyproject.toml."""
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--nightly", action="store_true", help="run all tests")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the sets that were not asked for."""
+    left_out = set() if config.getoption("nightly") else {"nightly"}
+    if not (config.getoption("slow") or config.getoption("nightly")):
+        left_out.add("slow")
+    dropped = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in set(dropped)]
+
+
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """Trains 3 steps on some ranks with some changes to the command line."""

@@ -1,6 +1,6 @@
 """What `test_fla.py` asks of FLA's kernels, in a process of its own under Triton's interpreter.
 
-`python -m tests.fla_cases FILE CHILD` runs one child's share of the cases and writes
+`python -m tests.fla_cases FILE NAME ...` runs the cases of these names and writes
 `{name: {"errors": ..., "traceback": ...}}`.
 """
 
@@ -18,9 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests import fla_interpreter
 from tests.compare import conv_errors, relative_error, rule_errors, rule_inputs
 from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
-
-CHILDREN = 2
-"""Processes that share the cases, side by side."""
 
 RAGGED = [0, 66, 67, 69, 72]
 WITHOUT_GRADIENT = ("test_schema", "test_faketensor")
@@ -251,16 +248,17 @@ EXACT = {
 }
 
 
-def main(path, child):
+def main(path, names):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN: FLA leaves some of it so
     fla_interpreter.install()
     records = {}
-    for name, case in list((EXACT | FLOAT32 | STRONG_DECAY | BFLOAT16).items())[child::CHILDREN]:
+    cases = EXACT | FLOAT32 | STRONG_DECAY | BFLOAT16
+    for name in names:
         record = records[name] = {"errors": None, "traceback": None}
         start = time.process_time()
         try:
-            record["errors"] = case()
+            record["errors"] = cases[name]()
         except Exception:
             record["traceback"] = traceback.format_exc()
         record["seconds"] = time.process_time() - start
@@ -269,4 +267,4 @@ def main(path, child):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2:])

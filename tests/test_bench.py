@@ -9,6 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.compare import RULES, rule_inputs
+from tests.draw import in_sets
+from titan_gdn.bench import layer
 from titan_gdn.bench.options import LayerOptions, RuleOptions
 from titan_gdn.bench.rule import _contenders, _inputs, peak_memory, run
 from titan_gdn.ops.flops import chunked_rule_flops
@@ -19,7 +21,7 @@ def peaks(name, lengths, **options):
     return [peak_memory(_contenders(options)[name], _inputs(options, tokens)) for tokens in lengths]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", in_sets(RULES, fast=["chunk_kda"]))
 def test_memory_of_the_rule_is_linear_in_the_sequence_and_a_third_of_transformers(rule):
     lengths = (4096, 8192, 16384) if rule == "chunk_gated_delta_rule" else (1024, 2048, 4096)
     shape = {"rule": rule, "key_heads": 8, "value_heads": 8, "key_dim": 32, "value_dim": 32}
@@ -71,12 +73,18 @@ def test_bench_prints_writes_and_draws(tmp_path, capsys):
         (RuleOptions(tokens=(64, 0)), "--tokens"),
         (RuleOptions(repeats=0), "--repeats 0"),
         (RuleOptions(threads=-1), "--threads -1"),
-        (RuleOptions(key_heads=2, value_heads=3), "do not divide"),
+        (RuleOptions(key_heads=2, value_heads=3), "--value-heads 3 is not divisible by --key-heads 2"),
         (RuleOptions(json="nowhere/x.json"), "--json nowhere/x.json"),
         (RuleOptions(plot="x.foo"), "--plot x.foo"),
-        (RuleOptions(rule="chunk_kda", peer="transformers", value_heads=16), "no groups"),
+        (
+            RuleOptions(rule="chunk_kda", peer="transformers", value_heads=16),
+            "does not support several value heads",
+        ),
         (LayerOptions(cp=0), "--cp 0"),
-        (LayerOptions(cp=3), "--tp 1 times --cp 3"),
+        (
+            LayerOptions(exchanges=("state", "stat")),
+            "--exchanges stat: expected some of all_to_all, all_gather",
+        ),
         (LayerOptions(tokens=95), "--tokens 95"),
         (LayerOptions(json="/"), "--json /"),
     ],
@@ -84,3 +92,20 @@ def test_bench_prints_writes_and_draws(tmp_path, capsys):
 def test_what_cannot_be_measured_is_refused_in_a_sentence(options, words):
     with pytest.raises(ValueError, match=words):
         options.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            LayerOptions(cp=16),
+            "--exchanges all_to_all: the 8 key heads are not divisible by .* cp may be 1, 2",
+        ),
+        (LayerOptions(tp=16, exchanges=("state",)), "--exchanges state: .* tensor_parallel_degree = 16"),
+        (LayerOptions(cp=4, tokens=16, exchanges=("state",)), "--exchanges state: segments of 2 tokens"),
+    ],
+)
+def test_an_exchange_that_cannot_run_the_layer_is_refused_before_a_rank_starts(options, words):
+    options.check()
+    with pytest.raises(ValueError, match=words):
+        layer.run(options)

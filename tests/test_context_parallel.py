@@ -1,28 +1,36 @@
 """Context parallelism of Gated DeltaNet: one layer at every mesh, then the whole model."""
 
 import collections
+import itertools
 import os
 
 import pytest
 import torch
 
 from tests import hf, layer_cases, outside_trainer, ranks
-from tests.training import assert_same_numbers, dry_run, train, with_slow
+from tests.draw import covering, in_sets, selected
+from tests.training import assert_same_numbers, dry_run, train
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.qwen3_next import Qwen3NextArguments
+from titan_gdn.ops.rules import GATED_DELTA_RULE, KIMI_DELTA_RULE
 from titan_gdn.parallel.exchange.registry import EXCHANGES, traffic
 from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
+
+PAIRS = covering(layer_cases.CASES, 2)
+CASES = in_sets(
+    layer_cases.CASES, fast=PAIRS, slow=covering(layer_cases.CASES, 3, start=PAIRS), name=layer_cases.name
+)
 
 
 @pytest.fixture(scope="module", params=layer_cases.LAYERS)
 def matrix(request):
-    """A layer, and all its cases in one pool of four ranks; the worst rank counts."""
-    return request.param, ranks.run(layer_cases.matrix, 4, request.param, layer_cases.CASES, timeout=850)
+    """A layer, and the selected cases of it in one pool of four ranks."""
+    cases = selected(request, "test_a_layer_gives_the_numbers_of_one_rank", "case")
+    return request.param, ranks.run(layer_cases.matrix, 4, request.param, cases, timeout=850)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", layer_cases.CASES, ids=layer_cases.name)
+@pytest.mark.parametrize("case", CASES)
 def test_a_layer_gives_the_numbers_of_one_rank(matrix, case):
     layer, records = matrix
     for errors, bitwise in (rank[layer_cases.name(case)] for rank in records):
@@ -70,13 +78,15 @@ SHAPE = {
     "kernel_size": 4,
 }
 SHAPES = {
-    "gated_delta_net": LayerShape(exchanged=4 * (16 + 24 + 4), per_channel=False, **SHAPE),
-    "kimi_delta_attention": LayerShape(exchanged=4 * (16 + 24 + 2), bottleneck=6, per_channel=True, **SHAPE),
+    "gated_delta_net": LayerShape(exchanged=4 * (16 + 24 + 4), rule=GATED_DELTA_RULE, **SHAPE),
+    "kimi_delta_attention": LayerShape(
+        exchanged=4 * (16 + 24 + 2), low_rank=6, rule=KIMI_DELTA_RULE, **SHAPE
+    ),
 }
 
 
 @pytest.mark.parametrize("layer", layer_cases.LAYERS)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", in_sets([2, 4], fast=[2]))
 def test_recorded_bytes_are_those_of_the_model(layer, world_size):
     """To the byte; and a state's are the same for 256 tokens and for 4,096."""
     over_cp = collections.defaultdict(set)
@@ -107,23 +117,24 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("order", ["headtail", "none"])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("mesh", MESHES)
+RUNS = list(itertools.product(MESHES, EXCHANGES, ("headtail", "none")))
+
+
+@pytest.mark.parametrize(("mesh", "exchange", "order"), in_sets(RUNS, fast=covering(RUNS, 1)))
 def test_the_model_trains_as_on_one_rank(run, one_rank, mesh, exchange, order):
     compare(run, one_rank, MESHES[mesh], exchange, order, "spmd_types")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "exchange", "order"),
-    [
-        ("cp 2", "all_gather", "none"),
-        ("cp 2, tp 2", "all_gather", "headtail"),
-        ("cp 2, tp 2", "all_to_all", "headtail"),
-        ("cp 2, tp 2", "state", "headtail"),
-        ("cp 4", "state", "none"),
-    ],
-)
+OTHER_BACKEND = [
+    ("cp 2", "all_gather", "none"),
+    ("cp 2, tp 2", "all_gather", "headtail"),
+    ("cp 2, tp 2", "all_to_all", "headtail"),
+    ("cp 2, tp 2", "state", "headtail"),
+    ("cp 4", "state", "none"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "exchange", "order"), in_sets(OTHER_BACKEND, fast=OTHER_BACKEND[:1]))
 def test_the_other_backend_trains_alike(run, one_rank, mesh, exchange, order):
     compare(run, one_rank, MESHES[mesh], exchange, order, "partial_dtensor")
 
@@ -143,7 +154,7 @@ def compare(run, one_rank, mesh, exchange, order, backend):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("backend", with_slow([None, "aot_eager", "inductor"], ["inductor"]))
+@pytest.mark.parametrize("backend", in_sets([None, "aot_eager", "inductor"], fast=[None, "aot_eager"]))
 def test_a_block_works_in_a_plain_program_and_compiles_without_a_graph_break(exchange, backend):
     errors = ranks.run(outside_trainer.block_on_a_mesh, 2, exchange, backend, timeout=280)
     assert max(errors) < 1e-5

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests import hf, ranks
-from tests.training import assert_same_numbers, train, with_slow
+from tests.draw import in_sets
+from tests.training import assert_same_numbers, train
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.kimi_linear.state_dict_adapter import published
 
@@ -56,7 +57,7 @@ def family_one_rank(family_run):
     return record
 
 
-@pytest.mark.parametrize("mesh", with_slow(MESHES, ["fsdp 2, cp 2, tp 2, ep 4"]))
+@pytest.mark.parametrize("mesh", in_sets(MESHES, fast=["cp 2, ep 2"]))
 def test_the_numbers_are_those_of_one_rank(family_run, family_one_rank, mesh):
     """Losses, gradient norms and gradients; the biases count the tokens of all ranks, each once."""
     world_size, *argv = MESHES[mesh]
@@ -95,7 +96,7 @@ def load_and_save(argv):
 
 
 REFUSED = {
-    f"{EP} 3": "expected a divisor of 8, the ranks that share the experts",
+    f"{EP} 3": "expected a divisor of 8, the number of ranks that share the experts",
     f"{EP} 8 --parallelism.data_parallel_replicate_degree 2": "expected a divisor of 4",
     f"{EP} 8 --model.overrides.n_experts 12": "the 12 experts; possible are 1, 2, 3, 4, 6, 12",
     f"{EP} 2 --model.overrides.n_experts 0": "no experts, set it to 1",

@@ -9,7 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from tests import hf, ranks
 from tests.compare import relative_error
+<<<<<<< HEAD
 from titan_gdn.models.kimi_linear import KimiLinearArguments, KimiLinearStateDictAdapter
+=======
+from tests.draw import in_sets
+from titan_gdn.models.kimi_linear import KimiLinearStateDictAdapter, kimi_linear
+>>>>>>> tests
 from titan_gdn.models.kimi_linear.state_dict_adapter import published
 from titan_gdn.models.qwen3_next import Qwen3NextArguments, Qwen3NextStateDictAdapter
 
@@ -169,7 +174,7 @@ def test_flops_of_latent_attention_are_those_of_its_two_widths():
     assert long - short == 6 * 4 * (16 + 8 + 12) * 1024  # as above, scores of 24 and values of 12
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_sets(FAMILIES, fast=["kimi_linear"]))
 def test_a_run_loads_and_exports_hugging_face_files(family, tmp_path):
     """Trained one step at TP 2 x FSDP 2 and exported; transformers loads it and gives the logits of ours."""
     theirs, overrides = hf.model(family)

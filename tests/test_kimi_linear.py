@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import hf, latent_cases, ranks
+from tests.draw import in_sets
 from tests.layer_cases import LENGTH
 from tests.training import assert_same_numbers, dry_run, train
 from titan_gdn.assets import BYTE_TOKENIZER
@@ -119,17 +120,24 @@ MESHES = {
 }
 # The other backend treats TP differently, and nothing else.
 RUNS = [(mesh, "spmd_types") for mesh in MESHES]
-RUNS[-1] = pytest.param(*RUNS[-1], marks=pytest.mark.slow)  # of eight ranks
 RUNS += [(mesh, "partial_dtensor") for mesh in MESHES if "tp 2" in mesh and MESHES[mesh][0] <= 4]
+FAST = [
+    ("cp 2, all_to_all", "spmd_types"),
+    ("cp 2, all_gather", "spmd_types"),
+    ("cp 2, state", "spmd_types"),
+    ("tp 2 without sequence parallelism", "spmd_types"),
+    ("tp 2", "partial_dtensor"),
+]
 
 
-@pytest.mark.parametrize(("mesh", "backend"), RUNS)
+@pytest.mark.parametrize(("mesh", "backend"), in_sets(RUNS, fast=FAST))
 def test_the_model_trains_as_on_one_rank(kimi_run, kimi_one_rank, mesh, backend):
     world_size, *argv = MESHES[mesh]
     records = kimi_run(world_size, *argv, "--parallelism.spmd_backend", backend)
     assert_same_numbers(records, kimi_one_rank)
 
 
+@pytest.mark.slow
 def test_a_checkpointed_and_compiled_run_has_the_same_losses(tmp_path):
     model, overrides = hf.model("kimi_linear", mlp_layer_types=["dense"] * 3, **LAYERS)
     model.save_pretrained(tmp_path)

@@ -1,8 +1,11 @@
 """The same numbers at any mesh: from one Hugging Face checkpoint and one stream of documents."""
 
+import itertools
+
 import pytest
 
 from tests import hf, ranks
+from tests.draw import in_sets
 from tests.training import assert_same_numbers, train
 
 TP, FSDP = "--parallelism.tensor_parallel_degree", "--parallelism.data_parallel_shard_degree"
@@ -23,14 +26,19 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
-@pytest.mark.parametrize("mesh", MESHES)
+RUNS = list(itertools.product(MESHES, ("spmd_types", "partial_dtensor")))
+# The meshes of one and two ranks, the backends in turns.
+FAST = [(mesh, RUNS[i % 2][1]) for i, mesh in enumerate(MESHES) if MESHES[mesh][0] <= 2]
+
+
+@pytest.mark.parametrize(("mesh", "backend"), in_sets(RUNS, fast=FAST))
 def test_loss_gradient_norm_and_gradients_are_those_of_one_rank(run, one_rank, mesh, backend):
     world_size, *argv = MESHES[mesh]
     records = run(world_size, *argv, "--parallelism.spmd_backend", backend)
     assert_same_numbers(records, one_rank)
 
 
+@pytest.mark.slow
 def test_a_checkpointed_and_compiled_run_has_the_same_losses(tmp_path):
     model, overrides = hf.model(
         num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=0

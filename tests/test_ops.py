@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.compare import RULES, relative_error, rule_errors, rule_inputs
+from tests.draw import in_sets
 from titan_gdn import ops
 from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention, kda_gate, naive
 from titan_gdn.ops.causal_conv1d import torch_backend as conv_backend
@@ -23,7 +24,7 @@ def rule(request):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("R", [1, 2, 4])
-@pytest.mark.parametrize("T", [1, 3, 63, 64, 65, 200, 1000])
+@pytest.mark.parametrize("T", in_sets([1, 3, 63, 64, 65, 200, 1000], fast=[1, 3, 63, 64, 65, 200]))
 def test_rule_is_the_recurrence(rule, T, R, dtype):
     inputs = rule_inputs(T, R=R, K=8, V=12, states=1, rule=rule, dtype=dtype)
     assert max(rule_errors(inputs).values()) < TOLERANCE[dtype]
@@ -99,6 +100,7 @@ def test_rule_holds_at_the_ends_of_beta_and_for_zero_queries_and_keys(rule, beta
     assert max(rule_errors(inputs).values()) < 5e-6
 
 
+@pytest.mark.slow
 def test_rule_passes_gradcheck(rule):
     inputs = rule_inputs(70, H=1, R=2, K=3, V=2, states=1, rule=rule, dtype=torch.float64)
     assert torch.autograd.gradcheck(
@@ -205,13 +207,13 @@ def test_convolution_rounds_to_bfloat16_once():
 
 
 def test_importing_the_operators_is_quick():
-    """Beside `import torch`, without TorchTitan and FLA. The best of three, for a busy machine."""
+    """Beside `import torch`, without TorchTitan and FLA. One of three runs, for a busy machine."""
     code = (
         "import sys, time, torch; begin = time.perf_counter(); import titan_gdn.ops; "
         "assert not {'torchtitan', 'fla', 'triton'} & sys.modules.keys(); print(time.perf_counter() - begin)"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(3)]
-    assert min(float(run.stdout) for run in runs) < 0.2
+    runs = (subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(3))
+    assert any(float(run.stdout) < 0.2 for run in runs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,5 +1,6 @@
 """The planner against the formulas, the trainer's own allocations and the shards of parallelized models."""
 
+import itertools
 import json
 import os
 import time
@@ -13,12 +14,14 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.logging import logger
 
 from tests import ranks
+from tests.draw import covering, in_sets
 from titan_gdn.bench.rule import _peak_of_allocations
 from titan_gdn.config.load import load_config
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.models.kimi_linear import KimiLinearArguments
 from titan_gdn.models.qwen3_next import Qwen3NextArguments
+from titan_gdn.ops.rules import GATED_DELTA_RULE
 from titan_gdn.parallel.cost import choose
 from titan_gdn.parallel.exchange.registry import traffic
 from titan_gdn.parallel.machine import Machine
@@ -32,7 +35,7 @@ QWEN, KIMI = "train_configs/qwen3_next_1M.toml", "train_configs/kimi_linear_1M.t
 LARGE = "train_configs/qwen3_next_80B.toml"
 GDN = LayerShape(
     width=2048, exchanged=8256, output=4096, key_heads=16, value_heads=32, key_dim=128, value_dim=128,
-    channels=8192, kernel_size=4, per_channel=False,
+    channels=8192, kernel_size=4, rule=GATED_DELTA_RULE,
 )  # fmt: skip
 MILLION = ShardedBatch(1, 2**20, cp=2, tp=8, sequence_parallel=True, order="headtail", itemsize=2)
 
@@ -138,7 +141,7 @@ def test_a_sweep_marks_what_is_impossible_and_where_the_choice_changes(printed):
     assert "Between cp 2 and 4 auto changes from all_gather to all_to_all." in told
     assert "Between cp 8 and 16 auto changes from all_to_all to state." in told
     assert told.count("auto changes") == 2
-    assert "cp 3 is impossible: " in told and "does not make WORLD_SIZE 64" in told
+    assert "cp 3 is impossible: " in told and "expected a product of WORLD_SIZE = 64" in told
 
     told = printed("--sweep", "cp=2,4")  # of 2 key heads a TP rank
     assert "cp 4: all_to_all and all_gather are impossible because the 16 key heads are not divisible" in told
@@ -200,7 +203,7 @@ def test_what_this_machine_lacks_is_no_matter(printed):
         (["--job.config_file", QWEN, "--world-size", "many"], "--world-size many: expected"),
         (["--job.config_file", QWEN, "--world-size"], "--world-size"),
         (["--job.config_file", QWEN, "--world-size", "48", "--training.stepps", "1"], 'Did you mean "steps"'),
-        (["--job.config_file", QWEN, "--world-size", "60"], "does not make WORLD_SIZE 60"),
+        (["--job.config_file", QWEN, "--world-size", "60"], "expected a product of WORLD_SIZE = 60"),
         (["--job.config_file", "nowhere.toml", "--world-size", "64"], "No such file"),
     ],
 )
@@ -234,7 +237,7 @@ def test_sweeps_and_plots_are_refused_before_anything_is_read(refused, option, w
         ("--parallelism.context_parallel_degree 1 --sweep seq_len=8192 --plot cp.png", "--plot: without"),
         ("--linear_attention.machine.memory 1 --parallelism.context_parallel_degree 1", None),
         ("--activation_checkpoint.mode selective "
-         "--activation_checkpoint.force_recompute_mm_shapes_by_fqns moe", "activation_checkpoint: force_"),
+         "--activation_checkpoint.force_recompute_mm_shapes_by_fqns moe", "[activation_checkpoint]: force_"),
     ],
 )  # fmt: skip
 def test_degrees_sizes_and_the_model_are_checked(printed, refused, argv, words):
@@ -261,9 +264,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
-@pytest.mark.parametrize("model", ["qwen3_next", "kimi_linear"])
-@pytest.mark.parametrize("mesh", MESHES)
+STORED = list(itertools.product(MESHES, ("qwen3_next", "kimi_linear"), ("spmd_types", "partial_dtensor")))
+
+
+@pytest.mark.parametrize(("mesh", "model", "backend"), in_sets(STORED, fast=covering(STORED, 1)))
 def test_stored_bytes_are_those_of_the_shards_of_a_parallelized_model(mesh, model, backend):
     world_size, argv = MESHES[mesh]
     if mesh == "more ranks than experts" and backend == "partial_dtensor":
@@ -320,8 +324,10 @@ BLOCKS = {
 POLICIES = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", BLOCKS)
+KEPT = list(itertools.product(BLOCKS, POLICIES))
+
+
+@pytest.mark.parametrize(("name", "policy"), in_sets(KEPT, fast=covering(KEPT, 1)))
 def test_what_a_block_keeps_and_holds_is_what_the_allocator_says(name, policy):
     build, options, kind = BLOCKS[name]
     widths = {"dim": 128, "n_heads": 4, "n_linear_key_heads": 4, "n_linear_value_heads": 4}
@@ -394,7 +400,7 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", in_sets(STEPS, fast=["cp 2, state, selective", "pp 2, 1F1B"]))
 def test_a_step_of_the_trainer_allocates_what_is_planned(step, tmp_path):
     world_size, model, argv = STEPS[step]
     argv = [

@@ -29,6 +29,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import TorchAOTokenDispatcher
 
 from tests import hf, quantize_cases, ranks
+from tests.draw import in_sets
 from tests.quantize_cases import configured, emulated
 from tests.training import train
 from titan_gdn.config.load import ConfigError, load_config
@@ -406,7 +407,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", in_sets(MESHES, fast=["one rank"]))
 def test_a_quantized_run_trains_and_its_loss_is_another(run, one_rank, mesh):
     world_size, *argv = MESHES[mesh]
     for record in run(world_size, *argv, *EMULATED):
@@ -415,6 +416,7 @@ def test_a_quantized_run_trains_and_its_loss_is_another(run, one_rank, mesh):
         assert record["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-1)
 
 
+@pytest.mark.slow
 def test_a_quantized_kimi_linear_trains_under_tp(tmp_path):
     model, overrides = hf.model("kimi_linear", **hf.without_experts("kimi_linear"))
     model.save_pretrained(tmp_path)

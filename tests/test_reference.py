@@ -1,10 +1,11 @@
-"""The printed reference is a file that a run can be made of."""
+"""The printed reference is a file that can be run."""
 
 import re
 
 import pytest
 
-from titan_gdn.config.load import SECTIONS, defaults, load_config
+from titan_gdn.config.load import defaults, load_config
+from titan_gdn.config.sections import SECTIONS
 from titan_gdn.models.hybrid.quantize import PARTS
 from titan_gdn.reference import main
 
@@ -12,7 +13,7 @@ from titan_gdn.reference import main
 @pytest.mark.parametrize(
     ("model", "flavor"), [("qwen3_next", "debug"), ("qwen3_next", "80B-A3B-1M"), ("kimi_linear", "48B-A3B")]
 )
-def test_a_run_of_the_printed_file_is_the_flavours_own(model, flavor, capsys, tmp_path):
+def test_the_printed_file_is_the_run_of_the_flavor(model, flavor, capsys, tmp_path):
     main([model, flavor])
     path = tmp_path / "reference.toml"
     path.write_text(capsys.readouterr().out)
@@ -34,14 +35,16 @@ def test_every_key_has_its_meaning_and_every_converter_is_there(capsys):
 
 
 @pytest.mark.parametrize("argv", [[], ["qwen3_next"], ["qwen3_next", "7B"], ["mamba", "debug"]])
-def test_what_is_not_there_is_refused_with_what_is(argv, capsys):
+def test_a_missing_model_or_flavor_is_refused_with_those_there_are(argv, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and "MODEL FLAVOR" in said and re.match(r"titan_gdn: (expected|\[)", said)
+    assert (
+        ended.value.code == 2 and "MODEL FLAVOR" in said and re.match(r"titan_gdn: (expected|model\.)", said)
+    )
 
 
-def test_what_is_printed_of_a_converter_can_be_set(capsys, tmp_path):
+def test_the_printed_keys_of_a_converter_can_be_set(capsys, tmp_path):
     """Every key of `[quantize.linear]`, without its comment signs."""
     main(["qwen3_next", "debug"])
     told = capsys.readouterr().out

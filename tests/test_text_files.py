@@ -127,7 +127,7 @@ def test_the_default_is_the_standard_library_in_utf8():
         Path(file).read_bytes().decode()
 
 
-def test_the_order_depends_on_the_names_alone_and_is_not_that_of_the_tree(tmp_path):
+def test_the_order_depends_only_on_the_names_and_differs_from_that_of_the_tree(tmp_path):
     orders = []
     for folder, numbers in ("here", range(50)), ("else/where", reversed(range(50))):
         (tmp_path / folder).mkdir(parents=True)
@@ -325,14 +325,14 @@ def test_several_workers_are_refused():
 # --- what goes wrong ---
 
 
-def test_a_file_that_vanished_is_named(load, corpus):
+def test_a_deleted_file_is_named(load, corpus):
     loader = load()
     (corpus / "b.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"b\.txt' was there when the run began and is gone"):
+    with pytest.raises(FileNotFoundError, match=r"b\.txt' was deleted after the run began"):
         list(rows(loader, 20))
 
 
-def test_files_without_a_token_to_train_on_are_an_error_and_no_endless_loop(corpus):
+def test_files_without_a_token_to_train_on_are_an_error_not_an_endless_loop(corpus):
     class Silent:
         def encode(self, text, **_):
             return []

@@ -20,6 +20,7 @@ from titan_gdn.models.hybrid.exchange_choice import recomputes, saved_exchanges
 from titan_gdn.models.kimi_linear import KimiLinearArguments
 from titan_gdn.models.qwen3_next import Qwen3NextArguments
 from titan_gdn.ops import chunk_gated_delta_rule, chunk_kda
+from titan_gdn.ops.rules import GATED_DELTA_RULE, KIMI_DELTA_RULE
 from titan_gdn.parallel.cost import Choice, Cost, choose, cost
 from titan_gdn.parallel.exchange.registry import EXCHANGES, impossible, traffic
 from titan_gdn.parallel.machine import LINKS, Link, Machine
@@ -35,20 +36,20 @@ QWEN3_NEXT = LayerShape(
     value_dim=128,
     channels=8192,
     kernel_size=4,
-    per_channel=False,
+    rule=GATED_DELTA_RULE,
 )
 KIMI_LINEAR = LayerShape(
     width=2304,
     exchanged=32 * (3 * 128 + 1),
     output=4096,
-    bottleneck=128,
+    low_rank=128,
     key_heads=32,
     value_heads=32,
     key_dim=128,
     value_dim=128,
     channels=12288,
     kernel_size=4,
-    per_channel=True,
+    rule=KIMI_DELTA_RULE,
 )
 SHAPES = {"Qwen3-Next": QWEN3_NEXT, "Kimi Linear": KIMI_LINEAR}
 MILLION = 1 << 20
@@ -75,7 +76,7 @@ def over_cp(name: str, shape: LayerShape, where: ShardedBatch, way: str) -> int:
     back = B * T / cp * shape.output / tp * (cp - 1) / cp
     if name == "all_to_all":
         crossing = B * T / cp * shape.exchanged / tp * (cp - 1) / cp
-        return item * (crossing + between * shape.bottleneck * (cp - 1) + back)
+        return item * (crossing + between * shape.low_rank * (cp - 1) + back)
     if name == "all_gather":
         gathered = between * shape.width * (cp - 1)
         return item * (gathered + back + (gathered if way == "backward" and where.regather else 0))
@@ -91,7 +92,7 @@ def over_tp(name: str, shape: LayerShape, where: ShardedBatch, way: str) -> int:
     if not where.sequence_parallel:
         return item * 2 * output
     gathered = (B * T if name == "all_gather" else B * T / cp) * D * (tp - 1) / tp
-    low_rank = B * T * shape.bottleneck * (tp - 1) / tp if name == "all_to_all" else 0
+    low_rank = B * T * shape.low_rank * (tp - 1) / tp if name == "all_to_all" else 0
     again = gathered if name == "all_gather" and way == "backward" and where.regather else 0
     return item * (gathered + low_rank + output + again)
 
@@ -128,13 +129,13 @@ def test_some_bytes_are_these():
 def test_published_widths_of_kda_give_the_published_ratio():
     """GLM-5.3-Flash, D 4096 and 64 heads of 128, at CP 2: all-to-all over all-gather, in, and in and out."""
 
-    def ratios(exchanged, bottleneck=0):
+    def ratios(exchanged, low_rank=0):
         shape = replace(
             KIMI_LINEAR,
             width=4096,
             exchanged=exchanged,
             output=64 * 128,
-            bottleneck=bottleneck,
+            low_rank=low_rank,
             key_heads=64,
             value_heads=64,
         )
@@ -147,8 +148,8 @@ def test_published_widths_of_kda_give_the_published_ratio():
 
     everything = 64 * (3 * 128 + 2 * 128) + 64  # q, k, the decay gate, v, the output gate, beta
     assert ratios(everything) == pytest.approx((5.0, 3.0), abs=0.01)
-    ours = 64 * (2 * 128 + 128) + 64  # both gates stay, but for the bottleneck of one
-    assert ratios(ours, bottleneck=128) == pytest.approx((3.04, 2.02), abs=0.01)
+    ours = 64 * (2 * 128 + 128) + 64  # both gates stay, but for the low_rank of one
+    assert ratios(ours, low_rank=128) == pytest.approx((3.04, 2.02), abs=0.01)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -177,7 +178,7 @@ def test_collectives_are_counted(regather):
     again = int(regather)
     expected = {
         ("all_to_all", "Qwen3-Next"): ((2, 2), (2, 2)),
-        ("all_to_all", "Kimi Linear"): ((3, 3), (3, 3)),  # its bottleneck
+        ("all_to_all", "Kimi Linear"): ((3, 3), (3, 3)),  # its low_rank
         ("all_gather", "Qwen3-Next"): ((2, 2 + again), (2, 2 + again)),
         ("all_gather", "Kimi Linear"): ((2, 2 + again), (2, 2 + again)),
         ("state", "Qwen3-Next"): ((2, 2), (2, 2)),
@@ -207,7 +208,7 @@ def test_a_convolution_of_one_token_has_no_halo():
 def test_the_second_pass_of_states_costs_what_the_counter_counts(layer, cp, order, inner):
     shape, tp, T = SHAPES[layer], 2, 4096
     G, N, K, V = shape.key_heads // tp, shape.value_heads // tp, shape.key_dim, shape.value_dim
-    rule, channels = (chunk_kda, (K,)) if shape.per_channel else (chunk_gated_delta_rule, ())
+    rule, channels = (chunk_kda, (K,)) if shape.rule.per_channel else (chunk_gated_delta_rule, ())
     counted = []
     with FakeTensorMode():
         q, k = torch.empty(2, 1, T // cp, G, K, requires_grad=True)
@@ -227,7 +228,7 @@ def test_the_second_pass_of_states_costs_what_the_counter_counts(layer, cp, orde
     assert all(counted)
 
 
-def test_head_exchanges_compute_a_bottleneck_more_or_less_often():
+def test_head_exchanges_compute_a_low_rank_product_more_or_less_often():
     for name in ("all_to_all", "all_gather"):
         assert traffic(name, QWEN3_NEXT, sharded(4, 8)).backward.flops == 0
     product = 2 * 2304 * 128  # of a token
@@ -274,7 +275,7 @@ def test_memory_is_that_of_the_tensors():
     assert sent["state"].computed == tokens * 2 * 16 * 256 + rows
 
 
-def test_a_bottleneck_is_kept_of_all_tokens_where_heads_are_exchanged():
+def test_low_rank_products_of_all_tokens_are_kept_by_exchanges_of_heads():
     more = (MILLION - MILLION // 4) * 128 * 2
     assert traffic("all_to_all", KIMI_LINEAR, sharded(4)).kept == more
     assert traffic("all_gather", KIMI_LINEAR, sharded(4, regather=True)).kept == more

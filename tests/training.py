@@ -10,11 +10,6 @@ from torch.distributed.tensor import DTensor
 from tests import ranks
 
 
-def with_slow(cases, slow):
-    """The cases of a test that has one parameter, those that are slow marked."""
-    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
-
-
 def dry_run(path, folder, *argv, **overrides):
     """One step of a run as its TOML says, on 64 ranks that one process stands for, the model scaled down."""
     argv = ["--job.config_file", path, "--job.dump_folder", str(folder), *argv]

@@ -9,12 +9,12 @@ from titan_gdn.runtime import cpu
 from titan_gdn.runtime.silence import silence_libraries
 
 _HARMLESS = (
-    "initial_load_model_only=True has no effect",  # TorchTitan's default, nobody's doing
-    "will be overridden to",  # environment variables of NCCL, set by torchrun a moment before
-    "Pipeline Parallel loss is not visible",  # without LOG_RANK of TorchTitan's script; here it is
+    "initial_load_model_only=True has no effect",  # it is TorchTitan's own default
+    "will be overridden to",  # NCCL's environment variables, which torchrun has just set
+    "Pipeline Parallel loss is not visible",  # it is: see _metrics_rank
 )
 
-# Without torchrun: `python -m titan_gdn.train` is one rank.
+# Without torchrun, `python -m titan_gdn.train` runs on one rank.
 _ONE_RANK = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -25,10 +25,10 @@ _ONE_RANK = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Read the configuration, then run TorchTitan's trainer.
+    """Read the configuration and run TorchTitan's trainer.
 
     Args:
-        argv: the command line, `sys.argv[1:]` by default.
+        argv: The command line, `sys.argv[1:]` by default.
     """
     silence_libraries()
     for name, value in _ONE_RANK.items():
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         if rank == 0:
             print(f"titan_gdn: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(5)  # torchrun ends all ranks with the first: let the one that speaks be it
+            time.sleep(5)  # torchrun kills all ranks when one exits: let rank 0 print first
         sys.exit(2)
     logger.setLevel(logging.INFO if rank == _metrics_rank(config, world_size) else logging.ERROR)
     structured_logger.init_structured_logger(
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     _run(config)
 
 
-def _run(config: "Trainer.Config") -> None:  # noqa: F821 (imported late, see above)
+def _run(config: "Trainer.Config") -> None:  # noqa: F821 (imported late, after cpu.enable)
     import torch
     from torchtitan.tools.logging import logger
 
@@ -77,13 +77,13 @@ def _run(config: "Trainer.Config") -> None:  # noqa: F821 (imported late, see ab
     logger.info(f"Outputs are in {os.path.abspath(config.dump_folder)}")
 
 
-def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:  # noqa: F821 (imported late, see above)
-    """The rank whose metrics TorchTitan logs: with pipeline stages one that knows the loss."""
+def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:  # noqa: F821 (imported late)
+    """The rank whose metrics TorchTitan logs. With pipeline stages, it is one that computes the loss."""
     from torchtitan.components import metrics
     from torchtitan.distributed import ParallelDims
 
     parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree == 1:  # a dry run has one rank, whatever its degrees
+    if parallelism.pipeline_parallel_degree == 1:  # a dry run has a single process, whatever its degrees
         return 0
     return metrics._get_metrics_rank(
         parallel_dims=ParallelDims.from_config(parallelism, world_size),

@@ -36,31 +36,29 @@ from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
 
 
 def find_layer(name: str) -> type[LinearAttention]:
-    """The linear attention layer of a module: of `titan_gdn.layers`, or of any other by its dotted name.
+    """The linear attention layer that a module defines.
+
+    Args:
+        name: a module of `titan_gdn.layers`, or the dotted name of any other module.
 
     Raises:
         ValueError: there is no such module, or it defines no layer, or several.
     """
-    module = name if "." in name else f"titan_gdn.layers.{name}"
+    path = name if "." in name else f"titan_gdn.layers.{name}"
     try:
-        members = vars(importlib.import_module(module)).values()
+        module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"--layer {name}: {error}. Expected a module of titan_gdn.layers, such as gated_delta_net, or the "
-            "dotted name of another module"
+            f"--layer {name}: {error}. Expected a module of titan_gdn.layers, such as gated_delta_net, or "
+            "the dotted name of another module"
         ) from error
     layers = [
-        x
-        for x in members
-        if isinstance(x, type)
-        and issubclass(x, LinearAttention)
-        and x.__module__ == module
-        and hasattr(x, "rule")
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == path and issubclass(value, LinearAttention)
     ]
-    if len(layers) != 1:
-        raise ValueError(
-            f"--layer {name}: {module} defines {len(layers)} linear attention layers, expected one"
-        )
+    if len(layers) != 1 or not hasattr(layers[0], "rule"):
+        raise ValueError(f"--layer {name}: expected one linear attention layer in {path}, not {len(layers)}")
     return layers[0]
 
 
@@ -229,7 +227,7 @@ def _only_exchange(
         return x[..., None, :1].expand(-1, -1, run.stop - run.start, width).contiguous()
 
     def project_low_rank(x: torch.Tensor) -> torch.Tensor | None:
-        return x[..., : shape.bottleneck].contiguous() if shape.bottleneck else None
+        return x[..., : shape.low_rank].contiguous() if shape.low_rank else None
 
     def convolution(x: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor) -> torch.Tensor:
         return x

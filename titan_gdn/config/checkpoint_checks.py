@@ -1,8 +1,7 @@
-"""What a run begins from: whether it is there, and is what the run wants.
+"""Checks the checkpoint that a run resumes from, or the weights that it starts with.
 
-As TorchTitan's `DCPCheckpointManager.load` looks for it: the newest step of the run's own folder, or the one
-that is named; else `initial_load_path`, or Hugging Face files. Folders that are no local paths are not looked
-into.
+The order is that of TorchTitan's `DCPCheckpointManager.load`: the newest step in the run's own folder, or the
+step that is named; without a step, `initial_load_path` or Hugging Face files. Remote folders are not checked.
 """
 
 import os
@@ -12,14 +11,17 @@ from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.checkpointer import TRAIN_STATE
 from torchtitan.trainer import Trainer
 
+from titan_gdn.config.source import ConfigError
+
 DCP, HUGGING_FACE = ".metadata", "model.safetensors.index.json"
+"""Files by which a complete checkpoint of each format is recognized."""
 
 
 def check_checkpoint(config: Trainer.Config) -> None:
-    """Refuse the run that would not find what it is to begin from.
+    """Check that the checkpoint or weights which a run would load exist and suit it.
 
     Raises:
-        ValueError: names the key, and what is there.
+        ConfigError: They do not; the message names the key and what the folder holds.
     """
     checkpoint = config.checkpoint
     if not checkpoint.enable:
@@ -29,10 +31,10 @@ def check_checkpoint(config: Trainer.Config) -> None:
         return
     steps = _steps(own)
     if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
-        there = ", ".join(map(str, sorted(steps))) or "none"
-        raise ValueError(
-            f"[checkpoint] load_step = {checkpoint.load_step}: no such step was saved in {own!r}; possible "
-            f"are -1, for the newest, and {there}"
+        possible = ", ".join(["-1 (the newest)", *map(str, sorted(steps))])
+        raise ConfigError(
+            f'checkpoint.load_step = {checkpoint.load_step}: no such step was saved in "{own}". '
+            f"Possible: {possible}."
         )
     if steps:
         _check_step(own, max(steps) if checkpoint.load_step == -1 else checkpoint.load_step, config)
@@ -41,7 +43,7 @@ def check_checkpoint(config: Trainer.Config) -> None:
 
 
 def _steps(folder: str) -> set[int]:
-    """The steps that were saved whole."""
+    """The steps that were saved completely."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return {
         int(match[1])
@@ -52,7 +54,7 @@ def _steps(folder: str) -> set[int]:
 
 
 def _check_step(own: str, step: int, config: Trainer.Config) -> None:
-    """What was saved last may be the model alone."""
+    """Check that a step holds the training state: the last step of a run may hold the model alone."""
     folder = os.path.join(own, f"step-{step}")
     if step == 0 or config.checkpoint.exclude_from_loading:
         return
@@ -63,28 +65,29 @@ def _check_step(own: str, step: int, config: Trainer.Config) -> None:
         if any(key.startswith(TRAIN_STATE) for key in saved):
             return
         what = "the model alone"
-    raise ValueError(
-        f"[checkpoint] folder: {folder!r} holds {what} (last_save_model_only), with which no run goes on. "
-        "Name an earlier step as load_step, or another folder; a run that begins with these weights names "
-        "them as initial_load_path."
+    raise ConfigError(
+        f'checkpoint.folder = "{config.checkpoint.folder}": "{folder}" holds {what} '
+        "(checkpoint.last_save_model_only), from which a run cannot resume. Set checkpoint.load_step to an "
+        "earlier step, or checkpoint.folder to another folder; to start a new run with these weights, set "
+        "checkpoint.initial_load_path to theirs."
     )
 
 
 def _check_initial(config: Trainer.Config) -> None:
-    """Weights that a run begins with."""
+    """Check the weights that a new run starts with."""
     checkpoint = config.checkpoint
-    key = "[checkpoint] initial_load_path" if checkpoint.initial_load_path else "[model] hf_assets_path"
+    key = "checkpoint.initial_load_path" if checkpoint.initial_load_path else "model.hf_assets_path"
     folder = checkpoint.initial_load_path or config.hf_assets_path
     if "://" in folder:
         return
     names = os.listdir(folder) if os.path.isdir(folder) else []
     if checkpoint.initial_load_in_hf:
         if not any(name.endswith(".safetensors") for name in names):
-            raise ValueError(
-                f'{key} = "{folder}": [checkpoint] initial_load_in_hf wants *.safetensors files there'
+            raise ConfigError(
+                f'{key} = "{folder}": checkpoint.initial_load_in_hf = true needs *.safetensors files there'
             )
     elif checkpoint.initial_load_path and DCP not in names:
-        raise ValueError(
+        raise ConfigError(
             f'{key} = "{folder}": expected the folder of a step, with {DCP} in it, or *.safetensors files '
-            "and initial_load_in_hf = true"
+            "and checkpoint.initial_load_in_hf = true"
         )

@@ -1,39 +1,33 @@
-"""Values of a TOML file and a command line, each with the place where it was written, for the errors.
+"""Reads a TOML file and a command line into values that remember where they were written.
 
-What they mean is not known here: `titan_gdn.config.load` says which names and types there are.
+The error messages need the place. Which keys exist and which types they have is for other modules of this
+package: here a value is what TOML made of it, or a list of words.
 """
 
-import io
 import json
-from collections.abc import Iterable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import tomli
-import tyro
-from torchtitan.config.manager import ConfigManager, custom_registry
 
 from titan_gdn.config.removed_keys import WHAT_BECAME_OF
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m titan_gdn.train --job.config_file FILE.toml [--section.key value ...]
 
-  --section.key value    change [section] key of the file; --section.key=value does the same
+  --section.key value    override section.key of the file; --section.key=value does the same
   --section.key v1 v2    a list; a list of names may also be v1,v2
   --section.key          true, and --section.no-key false
-  "none" stands for no value, in the file too. Dashes and underscores in names are alike."""
+  "none" means no value, in the file too. Dashes and underscores in names are interchangeable."""
 
 COMMAND_LINE = "command line"
 Options = dict[tuple[str, ...], list[str] | bool]
 
-ConfigManager.register_tyro_rules(custom_registry)
-
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration: what was given, where, what is possible, and the nearest to it."""
+    """A wrong configuration. The message says what was given and where, what is possible, what is closest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +35,10 @@ class SourcedValue:
     """A value and the place where it was written.
 
     Attributes:
-        value: What TOML made of it; on the command line a list of words, or a bool where there are none. A
-            table is a dict of `SourcedValue`, an array of tables a list of them.
-        source: The file, or `COMMAND_LINE`.
-        path: Names of its sections, then its own.
+        value: The value as TOML parsed it; from the command line, a list of words, or a bool for an option
+            without words. A table is a dict of `SourcedValue`, an array of tables is a list of them.
+        source: The file's name, or `COMMAND_LINE`.
+        path: The names of the enclosing sections, then the key.
     """
 
     value: Any
@@ -53,14 +47,14 @@ class SourcedValue:
 
     @property
     def table(self) -> dict[str, "SourcedValue"]:
-        """The value, which must be a table."""
+        """The entries of a table; an error if the value is not a table."""
         if not isinstance(self.value, dict):
             raise self.error(f"expected a table, [{'.'.join(self.path)}]")
         return self.value
 
     @property
     def plain(self) -> Any:
-        """The value without places."""
+        """The value without its sources."""
         if isinstance(self.value, dict):
             return {key: given.plain for key, given in self.value.items()}
         if isinstance(self.value, list):
@@ -69,26 +63,25 @@ class SourcedValue:
 
     @property
     def sources(self) -> list[str]:
-        """The file and the command line, those of them that the value comes from."""
+        """Where the value was written: the file, the command line, or, for a table, both."""
         below = self.value.values() if isinstance(self.value, dict) else ()
         return list(dict.fromkeys(source for given in below for source in given.sources)) or [self.source]
 
     def __str__(self) -> str:
-        *section, key = self.path or [""]
+        key = ".".join(self.path)
         if isinstance(self.value, dict):
-            return " and ".join(self.sources) + (f": [{'.'.join(self.path)}]" if key else "")
+            return " and ".join(self.sources) + (f": [{key}]" if key else "")
         if self.source == COMMAND_LINE:
             words = self.value if isinstance(self.value, list) else []
-            return " ".join([f"{COMMAND_LINE}: --{'.'.join(self.path)}", *words])
-        header = f"[{'.'.join(section)}] " if section else ""
-        return f"{self.source}: {header}{key} = {json.dumps(self.plain, default=str, ensure_ascii=False)}"
+            return " ".join([f"{COMMAND_LINE}: --{key}", *words])
+        return f"{self.source}: {key} = {json.dumps(self.plain, default=str, ensure_ascii=False)}"
 
     def error(self, problem: str) -> ConfigError:
-        """The error to raise for `problem`."""
+        """The exception for a problem with this value, to be raised by the caller."""
         return ConfigError(f"{self}: {problem}")
 
     def unknown(self, possible: Iterable[str]) -> ConfigError:
-        """The error to raise for a name that is none of `possible`: where it went, or the nearest."""
+        """The exception for a name not in `possible`: what became of the key, or the closest name."""
         if news := WHAT_BECAME_OF.get(".".join(self.path)):
             return self.error(news)
         kind = "section" if len(self.path) == 1 else "key"
@@ -96,21 +89,31 @@ class SourcedValue:
 
 
 def one_of(given: str, possible: Iterable[str]) -> str:
-    """The end of an error message: the one of `possible` that was perhaps meant, and all of them."""
+    """The end of an error message: the name that was probably meant, and all possible names."""
     possible = list(dict.fromkeys(possible))
-    return f"{_nearest(given, possible)} Possible: {', '.join(possible)}."
+    return f"{nearest(given, possible)} Possible: {', '.join(possible)}."
 
 
-def _nearest(given: str, possible: list[str]) -> str:
+def nearest(given: str, possible: list[str]) -> str:
+    """A question for the end of an error message; empty if no possible name is close."""
     close = get_close_matches(given, possible, n=1)
     return f' Did you mean "{close[0]}"?' if close else ""
 
 
+def built(table: SourcedValue, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `build(*args, **kwargs)`; an error that it raises becomes a ConfigError that names `table`."""
+    try:
+        return build(*args, **kwargs)
+    except (ValueError, AssertionError, ArithmeticError, RuntimeError) as error:
+        raise table.error(str(error) or repr(error)) from error
+
+
 def read(argv: list[str]) -> SourcedValue:
-    """The tables of the file that `argv` names, with the values of `argv` in their places.
+    """The tables of the file that `argv` names, overridden by the options of `argv`.
 
     Raises:
-        ConfigError: `argv` is no list of options or names no file, or the file is not there or not TOML.
+        ConfigError: `argv` is not a list of options or names no file, or the file does not exist or is not
+            TOML.
         SystemExit: `argv` asks for help.
     """
     options = _options(argv)
@@ -143,7 +146,7 @@ def _tree(value: Any, source: str, path: tuple[str, ...] = ()) -> SourcedValue:
 
 
 def _options(argv: list[str]) -> Options:
-    """The options by path; of two with the same path, the later."""
+    """The options by path. Of two options with the same path, the later one wins."""
     if {"-h", "--help"} & set(argv):
         print(USAGE)
         raise SystemExit(0)
@@ -167,88 +170,3 @@ def _options(argv: list[str]) -> Options:
         else:
             options[*section, key] = words or True
     return options
-
-
-def converted(given: SourcedValue, annotation: Any) -> Any:
-    """The value of `given` as `annotation` has it.
-
-    Raises:
-        ConfigError: It cannot be had as that; says what can.
-    """
-    value = given.plain
-    if isinstance(value, dict) and COMMAND_LINE in given.sources:
-        raise given.error("a table of free keys has no place on the command line; write it in the file")
-    try:
-        if given.source == COMMAND_LINE and isinstance(value, list):
-            return _typed(_parsed(value, annotation), annotation)
-        return _typed(value, annotation)
-    except TypeError:
-        choices = _choices(annotation)
-        names = value if isinstance(value, list) else [value]
-        wrong = next((str(name) for name in names if name not in choices), "")
-        raise given.error(f"expected {described(annotation)}.{_nearest(wrong, choices)}") from None
-
-
-def _parsed(words: list[str], annotation: Any) -> Any:
-    """The words of the command line as tyro, TorchTitan's parser, takes them for `annotation`."""
-    options = (annotation, *get_args(annotation))
-    if get_origin(annotation) is list and (options[1] is str or get_origin(options[1]) is Literal):
-        return [name for word in words for name in word.split(",") if name]  # TorchTitan's own rule
-    spellings = {"none": "None"} if NoneType in options else {}
-    if bool in options:
-        spellings |= {"true": "True", "false": "False"}
-    words = [spellings.get(word, word) for word in words]
-    try:
-        # tyro prints what is wrong and exits; the message is ours to write. After "--" no word is an option.
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            return tyro.cli(annotation, args=["--", *words], registry=custom_registry)
-    except SystemExit:
-        raise TypeError from None
-
-
-def _typed(value: Any, annotation: Any) -> Any:
-    """`value` if it is an `annotation`. An int will do as a float, a list as a tuple, and "none" as None.
-
-    Raises:
-        TypeError: It is none. (typeguard would do, but takes True for an int.)
-    """
-    kind, args = get_origin(annotation) or annotation, get_args(annotation)
-    if kind is Any or (type(value) is kind and not args):
-        return value
-    if kind in (Union, UnionType):
-        for option in sorted(args, key=lambda option: option is not NoneType):
-            with suppress(TypeError):
-                return _typed(value, option)
-    elif kind is NoneType and value in (None, "none"):
-        return None
-    elif kind is Literal and value in args:
-        return value
-    elif kind is float and type(value) is int:
-        return float(value)
-    elif kind is list and isinstance(value, list):
-        return [_typed(item, args[0]) for item in value]
-    elif kind is tuple and isinstance(value, list | tuple):
-        kinds = args[:1] * len(value) if args[-1] is ... else args
-        if len(kinds) == len(value):
-            return tuple(map(_typed, value, kinds))
-    elif kind is dict and isinstance(value, dict):
-        return {_typed(key, args[0]): _typed(item, args[1]) for key, item in value.items()}
-    raise TypeError
-
-
-def described(annotation: Any) -> str:
-    """A type in the words of an error message or of the reference."""
-    kind, args = get_origin(annotation) or annotation, get_args(annotation)
-    if kind in (Union, UnionType):
-        return " or ".join(map(described, args))
-    if kind is Literal:
-        return " or ".join(f'"{choice}"' for choice in args)
-    if kind in (NoneType, ...):
-        return '"none"' if kind is NoneType else "..."
-    return kind.__name__ + (f"[{', '.join(map(described, args))}]" if args else "")
-
-
-def _choices(annotation: Any) -> list[str]:
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    return [choice for option in get_args(annotation) for choice in _choices(option)]

@@ -1,10 +1,10 @@
-"""The `text_files` dataset: trains on text that is on the machine, by default the standard library's sources.
+"""The `text_files` dataset: text files of this machine, by default the sources of the standard library.
 
-TorchTitan gives every data-parallel rank its own documents, so a mesh with another data-parallel degree
-trains on other rows. Here all ranks pack one and the same stream, and its rows are dealt out like cards: a
-step sees the same rows on every mesh, and two meshes can be compared through the loader. The rows are
-TorchTitan's (`torchtitan.hf_datasets.text_datasets`), but the cost of a row does not grow with the document
-that it is cut from, and a checkpoint holds three numbers instead of the tokens in hand.
+TorchTitan gives every data-parallel rank its own documents, so that the rows of a step depend on the
+data-parallel degree. Here all ranks pack the same stream of documents, and its rows are assigned to the ranks
+round-robin: a step sees the same rows on every mesh, so that runs on two meshes can be compared. Rows are
+packed as in TorchTitan (`torchtitan.hf_datasets.text_datasets`), but the cost of a row does not grow with the
+length of its document, and a checkpoint holds three numbers instead of buffered tokens.
 """
 
 import glob
@@ -28,18 +28,18 @@ Row: TypeAlias = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def list_files(path: str | None = None) -> list[str]:
-    """Lists the text files of a data set in an order that depends on nothing but their names.
+    """List the text files of a data set, in an order that depends only on their names.
 
-    Text is what is not empty and has no NUL byte in its first KiB. Only in the standard library is it looked
-    at whole: a few of its files, there to test Python's parser, are not UTF-8 and left out.
+    A file is text if it is not empty and has no NUL byte in its first KiB. In the standard library, files
+    that are not UTF-8 are left out, too: a few of them test Python's parser.
 
     Args:
-        path: `None` for the sources of Python's standard library, a folder for all files below it (not the
-            hidden ones, nor those behind a linked folder), a glob (`**` for any depth), or one file.
+        path: `None` for the sources of Python's standard library, a folder for all files below it (except
+            hidden files and linked folders), a glob (`**` for any depth), or one file.
 
     Returns:
-        Paths, shuffled with a fixed seed: neighbours in a folder are alike, and are not to be neighbours in
-        training. The same names below `path` come in the same order on every machine.
+        Paths, shuffled with a fixed seed, because files of the same folder are alike and should not follow
+        each other in training. The same names below `path` give the same order on every machine.
 
     Raises:
         ValueError: There is no text file at `path`.
@@ -53,12 +53,12 @@ def list_files(path: str | None = None) -> list[str]:
         found = iter([root])
     else:
         found = glob.iglob(root, recursive=True)
-    # All paths begin alike, so that sorting them sorts what is below `path`; a glob may name a file twice.
+    # All paths share a prefix, so that sorting them sorts the names below `path`. A glob may repeat a file.
     files = sorted({file for file in found if _is_text(file)})
     if not files:
         where = "the standard library's folder" if path is None else f"dataset_path = '{path}'"
         raise ValueError(
-            f"text_files: no text file at {where} (empty, binary and hidden files do not count). Possible: a "
+            f"no text file at {where} (empty, binary and hidden files do not count). Possible: a "
             "folder, a file, a glob such as 'data/**/*.txt', or no dataset_path for the standard library."
         )
     return _shuffled(files, seed=0)
@@ -94,44 +94,44 @@ def _is_utf8(file: str) -> bool:
 
 
 def _shuffled(items: Sequence[T], seed: int) -> list[T]:
-    # Of all of `random`, only `random()` is promised to give the same numbers in every version of Python.
+    # `random()` is the only function of `random` that is reproducible across versions of Python.
     draw = random.Random(seed)
     return sorted(items, key=lambda _: draw.random())
 
 
 def _digest(files: Sequence[str]) -> str:
-    folder = os.path.commonpath(files)  # left out: on the next machine the folder may lie elsewhere
+    folder = os.path.commonpath(files)  # left out: the folder may have another name on the next machine
     return hashlib.sha256(os.fsencode("\0".join(file.removeprefix(folder) for file in files))).hexdigest()
 
 
 class TextFiles(IterableDataset, Stateful):
-    """One packed stream of documents, whose rows are dealt out to the data-parallel ranks.
+    """A packed stream of documents, whose rows are distributed to the data-parallel ranks.
 
-    Every file is a document: its text, with the tokenizer's begin and end tokens where it has them. Documents
-    follow each other without padding and are cut into rows of `seq_len` tokens. A label is the next token of
-    the same document, so that a document's last token is no input. Positions start at 0 with each document,
-    and again with each row, as TorchTitan's do.
+    Every file is a document: its text, with the tokenizer's begin and end tokens if it has them. Documents
+    are concatenated without padding and cut into rows of `seq_len` tokens. A label is the next token of the
+    same document, so the last token of a document is never an input. Positions restart at 0 with each
+    document and with each row, as in TorchTitan.
 
-    Rank `r` of `n` gets rows `r, r + n, r + 2n, ...`. A round of `n` rows is dealt once all of it is packed,
-    so that all ranks get equally many and none waits for another at the end. The price: every rank reads and
-    tokenizes the whole stream. A file is read when it is its turn and tokenized in one piece, which takes
-    about 220 bytes of memory a token with Hugging Face's tokenizers.
+    Rank `r` of `n` gets rows `r, r + n, r + 2n, ...`. A round of `n` rows is yielded once all of them are
+    packed, so that all ranks get the same number of rows and none waits for another at the end. In return,
+    every rank reads and tokenizes the whole stream. A file is read when its turn comes and tokenized in one
+    piece, which takes about 220 bytes of memory per token with Hugging Face's tokenizers.
 
     Args:
-        files: Paths, in the order of the first epoch. Each later epoch has its own, fixed order.
-        tokenizer: Turns a text into token ids.
-        seq_len: Tokens in a row.
-        dp_rank: This rank among the data-parallel ranks.
-        dp_world_size: How many data-parallel ranks there are.
-        infinite: Whether to start over when the files are used up. If not, the tokens left over, too few for
-            one more row on each rank, are dropped.
+        files: Paths, in the order of the first epoch. Each later epoch has its own fixed order.
+        tokenizer: Converts a text into token ids.
+        seq_len: Number of tokens in a row.
+        dp_rank: Index of this rank among the data-parallel ranks.
+        dp_world_size: Number of data-parallel ranks.
+        infinite: Whether to start over after the last file. If not, the last tokens, too few for one more row
+            on each rank, are dropped.
 
     Yields:
         `({"input": [seq_len], "positions": [seq_len]}, labels [seq_len])`, all int64.
 
     Raises:
-        FileNotFoundError: A file is gone when it is its turn.
-        ValueError: No file holds a token to train on, or (`load_state_dict`) a checkpoint was made on other
+        FileNotFoundError: A file was deleted before its turn came.
+        ValueError: No file has a token to train on, or (`load_state_dict`) a checkpoint was made with other
             files.
     """
 
@@ -152,7 +152,7 @@ class TextFiles(IterableDataset, Stateful):
         self._dp_rank = dp_rank
         self._dp_world_size = dp_world_size
         self._infinite = infinite
-        # Where the next row begins. This is all there is to resume from: between two rows nothing is in hand.
+        # Where the next row begins. A run resumes from these three numbers: nothing is buffered between rows.
         self._epoch = 0
         self._file = 0  # in the order of the epoch
         self._token = 0  # in the file
@@ -164,7 +164,7 @@ class TextFiles(IterableDataset, Stateful):
                 mine = row
             if turn == self._dp_world_size - 1:
                 yield mine
-        logger.warning(f"text_files: one pass over {len(self._files)} files is over")
+        logger.warning(f"text_files: all {len(self._files)} files were read once; the data ends here")
 
     def _rows(self) -> Iterator[Row]:
         inputs, labels, positions = torch.empty(3, self._seq_len, dtype=torch.long)
@@ -191,29 +191,30 @@ class TextFiles(IterableDataset, Stateful):
                 useful |= len(tokens) > 1
                 yield tokens
                 self._file, self._token = self._file + 1, 0
-            if not useful:  # or an infinite stream would spin here for ever
+            if not useful:  # or an infinite stream would loop here forever
                 raise ValueError(
                     f"text_files: none of {len(order)} files has two tokens, an input and its label (the "
-                    f"first is '{order[0]}'). Give another dataset_path, or a tokenizer with an end token."
+                    f"first file is '{order[0]}'). Set another dataset_path, or use a tokenizer with an end "
+                    "token."
                 )
             if not self._infinite:
                 return
             self._epoch, self._file = self._epoch + 1, 0
-            logger.info(f"text_files: epoch {self._epoch} begins, {len(order)} files in a new order")
+            logger.info(f"text_files: epoch {self._epoch} begins with {len(order)} files in a new order")
 
     def _tokenize(self, file: str) -> torch.Tensor:
         try:
-            with open(file, "rb") as stream:  # as bytes, which keeps the line ends as they are
+            with open(file, "rb") as stream:  # as bytes, which keeps line ends unchanged
                 text = stream.read().decode("utf-8", errors="replace")
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"text_files: '{file}' was there when the run began and is gone. Put it back and resume: "
-                "data must not change under a run."
+                f"text_files: '{file}' was deleted after the run began. Restore it and resume: data must not "
+                "change during a run."
             ) from error
         return torch.tensor(self._tokenizer.encode(text, add_bos=True, add_eos=True), dtype=torch.long)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next row begins, and a digest of the files' names; the same on all ranks, and small."""
+        """Where the next row begins, and a digest of the files' names; the same on all ranks."""
         return {
             "epoch": self._epoch,
             "file": self._file,
@@ -222,12 +223,12 @@ class TextFiles(IterableDataset, Stateful):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken; refuses one that was taken on other files."""
+        """Continue where `state_dict` was saved; refuse one that was saved with other files."""
         if state_dict["names"] != self._names:
             raise ValueError(
-                f"text_files: the checkpoint was made on other files than the {len(self._files)} found now, "
-                "so that its place among them means nothing. Give the dataset_path and files of that run, or "
-                'start the data anew: [checkpoint] exclude_from_loading = ["dataloader"].'
+                f"text_files: the checkpoint was saved with other files than the {len(self._files)} found "
+                "now, so its position does not apply. Use the dataset_path and files of that run, or start "
+                'with the first file: checkpoint.exclude_from_loading = ["dataloader"].'
             )
         self._epoch, self._file, self._token = (state_dict[key] for key in ("epoch", "file", "token"))
 
@@ -236,40 +237,40 @@ class TextFilesDataLoader(ParallelAwareDataloader):
     """TorchTitan's data loader for `TextFiles`: batches of `local_batch_size` rows, resumable at any step.
 
     With the same `dp_world_size * local_batch_size`, a step has the same rows on every mesh, also at the end
-    of a finite pass: a last batch that is not full is dropped there.
+    of a finite pass, where a last batch that is not full is dropped.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
-        """What to read, and how."""
+        """The section `[dataloader]`."""
 
         dataset: str = "text_files"
-        """The name of this data set: the only one that this loader reads"""
+        """Name of the data set; this loader reads no other"""
 
         dataset_path: str | None = None
-        """A folder, a glob (`**` for any depth) or a file; by default the standard library's sources"""
+        """A folder, a glob (`**` for any depth) or a file; by default the sources of the standard library"""
 
         infinite: bool = True
-        """Whether to start over, in a new order, when all files are used up"""
+        """Whether to start over, in a new order, after the last file"""
 
         def __post_init__(self) -> None:
             if self.dataset != "text_files":
                 raise ValueError(
-                    f"dataset = '{self.dataset}': this loader reads 'text_files' alone. TorchTitan's data "
-                    "sets are read by torchtitan.hf_datasets.text_datasets.HuggingFaceTextDataLoader."
+                    f"dataset = '{self.dataset}': this loader reads only 'text_files'. For TorchTitan's data "
+                    "sets, use torchtitan.hf_datasets.text_datasets.HuggingFaceTextDataLoader."
                 )
             if self.num_workers > 1:
                 raise ValueError(
                     f"num_workers = {self.num_workers}: each worker would read the whole stream, and every "
-                    "row would come that many times. Use 0, or 1 to read ahead in another process."
+                    "row would be repeated. Use 0, or 1 to read ahead in another process."
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank, under one name: a run may go on with another number of them."""
+        """The same on every rank, under one key, so that a run can resume with another number of ranks."""
         return {"stream": super().state_dict()[self._rank_id]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where a run stopped, whatever its data-parallel degree was."""
+        """Continue where a run stopped, for any data-parallel degree of that run."""
         if state_dict:
             super().load_state_dict({self._rank_id: state_dict["stream"], "world_size": self.dp_world_size})
 

@@ -198,14 +198,14 @@ class LinearAttention(Module):
                 width=self.in_proj_qkv.in_features,
                 exchanged=sum(getattr(self, name).out_features for name in layer.exchanged),
                 output=self.n_value_heads * self.value_head_dim,
-                bottleneck=getattr(self, layer.low_rank).out_features if layer.low_rank else 0,
+                low_rank=getattr(self, layer.low_rank).out_features if layer.low_rank else 0,
                 key_heads=self.n_key_heads,
                 value_heads=self.n_value_heads,
                 key_dim=self.key_head_dim,
                 value_dim=self.value_head_dim,
                 channels=self.in_proj_qkv.out_features,
                 kernel_size=self.conv.kernel_size,
-                per_channel=layer.rule.per_channel,
+                rule=layer.rule,
                 fla=self.run.kernel != "torch" and layer.rule.fla is not None,
             )
 
@@ -299,7 +299,7 @@ class LinearAttention(Module):
         """Run `rule`; a layer overrides this to add arguments of its own."""
         return self.rule.run(*inputs, **kernel)
 
-    def bottleneck(self, x_BLD: Tensor) -> Tensor | None:
+    def project_low_rank(self, x_BLD: Tensor) -> Tensor | None:
         """What the rule needs of every token whatever the head, `[B, L, r]`; None if there is nothing.
 
         TP ranks use it for different heads, so its gradients are partial sums.
@@ -338,7 +338,7 @@ class LinearAttention(Module):
         per_group = self.value_heads_per_group
         heads = slice(groups.start * per_group, groups.stop * per_group)
         y_BTgW, low_rank_BTr, x_local_BLD = self.exchange.to_heads(
-            x_BLD, self.project, self.bottleneck, conv_GWC.shape[0], sequence
+            x_BLD, self.project, self.project_low_rank, conv_GWC.shape[0], sequence
         )
         biases = slice(heads.start * self.decay.channels, heads.stop * self.decay.channels)
         out_BTNV = self.mix(

@@ -7,6 +7,7 @@ their inputs, their results and what they share. `titan_gdn.parallel.cost` turns
 
 from dataclasses import astuple, dataclass
 
+from titan_gdn.ops.rules import Rule
 from titan_gdn.parallel.segments import Order
 
 
@@ -18,28 +19,28 @@ class LayerShape:
         width: `D`, width of the hidden states.
         exchanged: `W`, elements per token that are projected for each head: `G * (2K + R*V + 2R)` for GDN.
         output: `O`, elements per token that the rule returns: `G * R * V`.
-        bottleneck: `r`, elements per token of the low-rank projection, which every head needs; 0 for GDN.
+        low_rank: `r`, elements per token of the low-rank projection, which every head needs; 0 for GDN.
         key_heads: `G`, head groups, which TP and exchanges of heads divide.
         value_heads: `G * R`, each with a state `[K, V]`.
         key_dim: `K`, width of a key head.
         value_dim: `V`, width of a value head.
         channels: rows of `in_proj_qkv`, which are the channels of the convolution.
         kernel_size: `C`, tokens that the convolution reads.
-        per_channel: whether there is a decay per key channel (KDA) instead of one per head (GDN).
+        rule: the layer's rule, for what it computes and keeps.
         fla: whether FLA's kernels run the rule; they keep more rows for the backward than PyTorch's.
     """
 
     width: int
     exchanged: int
     output: int
-    bottleneck: int = 0
+    low_rank: int = 0
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     channels: int
     kernel_size: int
-    per_channel: bool
+    rule: Rule
     fla: bool = True
 
 

@@ -313,4 +313,4 @@ def _checkpointed(policy: ActivationCheckpointing.Config, name: str, block: nn.M
     try:
         return policy.build(dump_folder="")._wrap_block(block, base_fqn=name)
     except ValueError as error:
-        raise ConfigError(f"activation_checkpoint: {error}") from error
+        raise ConfigError(f"[activation_checkpoint]: {error}") from error

@@ -11,7 +11,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
-from titan_gdn.config.load import POLICIES, ConfigError, check_run
+from titan_gdn.config.run_checks import check_run
+from titan_gdn.config.sections import POLICIES
+from titan_gdn.config.source import ConfigError
 from titan_gdn.layers.document_attention import inner_attention
 from titan_gdn.layers.linear_attention import LinearAttention
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
@@ -249,11 +251,11 @@ def _way_in(shape: LayerShape, batch: ShardedBatch) -> tuple[float, float]:
     """The ratios of `Exchanges.way_in`: what is sent before the rule is all but the way out."""
 
     def way_in(name: str, shape: LayerShape) -> int:
-        way_out = traffic("all_to_all", replace(shape, exchanged=0, bottleneck=0), batch)
+        way_out = traffic("all_to_all", replace(shape, exchanged=0, low_rank=0), batch)
         return traffic(name, shape, batch).forward.cp_bytes - way_out.forward.cp_bytes
 
-    gates = shape.output + (shape.value_heads * shape.key_dim if shape.per_channel else 0)
-    with_gates = replace(shape, exchanged=shape.exchanged + gates, bottleneck=0)
+    gates = shape.output + (shape.value_heads * shape.key_dim if shape.rule.per_channel else 0)
+    with_gates = replace(shape, exchanged=shape.exchanged + gates, low_rank=0)
     gathered = way_in("all_gather", shape)
     return way_in("all_to_all", shape) / gathered, way_in("all_to_all", with_gates) / gathered
 

@@ -1,10 +1,10 @@
-"""A gradient that torch 2.14 loses.
+"""A patch of `AsyncCollectiveTensor.wait`, which drops the gradient (torch 2.14).
 
-TorchTitan's modules redistribute their inputs with `async_op=True`. Where such an input goes straight into
-a `local_map` region (its experts, for one), `local_map` waits for it with `AsyncCollectiveTensor.wait`,
-which returns the collective's result without its history: the forward is right, and no gradient reaches
-what came before. It happens under DTensor (`partial_dtensor`) with batches of one row, whose gathered
-sequence needs no copy that would wait on the way.
+TorchTitan's modules redistribute their inputs with `async_op=True`. Where such an input goes straight into a
+`local_map` region (TorchTitan's experts, for example), `local_map` calls `AsyncCollectiveTensor.wait`. The
+method returns the result of the collective without its autograd history: the forward is correct, but no
+gradient reaches the modules before. It happens with DTensor (`partial_dtensor`) and batches of one row, whose
+gathered sequence needs no copy that would wait earlier.
 """
 
 import torch
@@ -23,7 +23,7 @@ class _Wait(torch.autograd.Function):
 
 
 def keep_gradients() -> None:
-    """Let `AsyncCollectiveTensor.wait` hand gradients through, in this process."""
+    """Let `AsyncCollectiveTensor.wait` pass gradients through, in this process."""
     AsyncCollectiveTensor.wait = _wait
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
@@ -15,6 +14,7 @@ import titan_gdn.ops.flops  # noqa: F401  (a memory budget weighs operators by t
 from titan_gdn.parallel.collectives import group_name
 from titan_gdn.parallel.exchange.base import Exchange
 from titan_gdn.parallel.exchange.local import NoExchange
+from titan_gdn.runtime import partitioner
 
 
 class SelectiveAC(activation_checkpoint.SelectiveAC):
@@ -50,11 +50,7 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
 
 
 class MemoryBudgetAC(activation_checkpoint.MemoryBudgetAC):
-    """TorchTitan's memory budget for blocks that communicate.
-
-    A compiled block takes process groups as arguments. Torch's partitioner asks for the size of each argument
-    and raises for an object that may hold tensors; process groups hold none.
-    """
+    """TorchTitan's memory budget for blocks that take process groups as arguments."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(activation_checkpoint.MemoryBudgetAC.Config):
@@ -62,7 +58,7 @@ class MemoryBudgetAC(activation_checkpoint.MemoryBudgetAC):
 
     def apply(self, model: nn.Module) -> None:
         """Apply the budget as TorchTitan does."""
-        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
+        partitioner.ignore_process_groups()
         super().apply(model)
 
 

@@ -66,7 +66,7 @@ class AllGather(AllTokens):
             batch.itemsize * batch.tokens_between_layers * shape.width * (cp - 1), cp_messages=1
         )
         rest = way_out(shape, batch) + over_tp(shape, batch, tokens)
-        low_rank = 2 * tokens * shape.width * shape.bottleneck  # every rank projects all tokens
+        low_rank = 2 * tokens * shape.width * shape.low_rank  # every rank projects all tokens
         more = low_rank * (cp - 1) // cp
         forward = gather + rest + PassCost(flops=more)
         backward = gather + rest + PassCost(flops=2 * more)
@@ -78,7 +78,7 @@ class AllGather(AllTokens):
             forward,
             backward,
             # The gathered hidden states in the forward, their gradient in the backward.
-            transient=gathered + batch.itemsize * tokens * shape.bottleneck,
-            kept=(0 if batch.regather else gathered) + batch.itemsize * (tokens - own) * shape.bottleneck,
+            transient=gathered + batch.itemsize * tokens * shape.low_rank,
+            kept=(0 if batch.regather else gathered) + batch.itemsize * (tokens - own) * shape.low_rank,
             collected=batch.itemsize * own * (shape.output // tp),
         )

@@ -53,7 +53,7 @@ class AllToAll(AllTokens):
     def traffic(shape: LayerShape, batch: ShardedBatch) -> Traffic:
         """Projections of all heads before the rule, the rule's output after it."""
         tokens, own, cp, tp = batch.tokens, batch.tokens_of_cp_rank, batch.cp, batch.tp
-        between, low_rank = batch.tokens_between_layers, shape.bottleneck
+        between, low_rank = batch.tokens_between_layers, shape.low_rank
         way_in = PassCost(
             batch.itemsize * (own * (shape.exchanged // tp) * (cp - 1) // cp + between * low_rank * (cp - 1)),
             cp_messages=2 if low_rank else 1,

@@ -19,7 +19,6 @@ from torch.distributed._functional_collectives import all_gather_single, wait_te
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_gdn.ops.fla_documents import FLA_CHUNK
-from titan_gdn.ops.flops import chunked_rule_flops
 from titan_gdn.parallel.collectives import ALL_GATHER, gather_sequence
 from titan_gdn.parallel.exchange.base import Convolution, Rule
 from titan_gdn.parallel.exchange.local import LocalTokens
@@ -157,7 +156,7 @@ class StatePassing(LocalTokens):
             FLOAT32 * states * K * (V + (transition if batch.regather else 0)) * (cp - 1), cp_messages=1
         )
         # The second pass covers the last fragment of each segment: with one document per row, all tokens.
-        again = chunked_rule_flops(own, shape.key_heads // tp, heads, K, V + transition, shape.per_channel)
+        again = shape.rule.flops(own, shape.key_heads // tp, heads, K, V + transition)
         # Each rank applies the transitions of all segments except the first and the last. In the backward it
         # also computes the gradients of its own transitions.
         inner = (cp * batch.segments - 2) * batch.rows * heads
@@ -165,10 +164,10 @@ class StatePassing(LocalTokens):
         tp_cost = over_tp(shape, batch, own)
         # The second pass runs on copies of its tokens, because it selects the last fragments.
         copies = batch.itemsize * own * ((shape.key_heads // tp) * K + heads * (V + transition))
-        copies += FLOAT32 * own * heads * ((K if shape.per_channel else 1) + 1)
+        copies += FLOAT32 * own * heads * ((K if shape.rule.per_channel else 1) + 1)
         # What the second pass returns: outputs that are not used, and what FLA's kernels keep of each chunk.
         outputs = batch.itemsize * own * heads * (V + transition)
-        rows = batch.itemsize * own * heads * FLA_CHUNK * (2 if shape.per_channel else 1) if shape.fla else 0
+        rows = batch.itemsize * own * heads * FLA_CHUNK * shape.rule.fla.kept if shape.fla else 0
         gathered = FLOAT32 * cp * states * K * (V + transition)
         kept_transitions = (states if batch.regather else inner) * K * transition
         return Traffic(

@@ -1,0 +1,190 @@
+"""A layer and a model family that only tests know get everything without an edit in titan_gdn/."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torchtitan.models.common import Linear
+
+from tests import hf, layer_cases, ranks
+from tests.compare import relative_error
+from tests.own_layer import OwnLayer, as_gated_delta_net
+from tests.own_model import OwnAdapter
+from tests.training import assert_same_numbers, train
+from titan_gdn import models
+from titan_gdn.bench.options import LayerOptions
+from titan_gdn.config.load import ConfigError, load_config
+from titan_gdn.layers.gated_delta_net import GatedDeltaNet
+from titan_gdn.layers.initialization import linear
+from titan_gdn.layers.linear_attention import Widths
+from titan_gdn.parallel.exchange.registry import EXCHANGES
+from titan_gdn.parallel.sequence import SequenceLayout
+from titan_gdn.plan.__main__ import main as plan
+
+OWN = "tests.own_layer"
+WIDTHS = Widths(dim=64, key_heads=4, value_heads=8, key_dim=16, value_dim=16, gate_rank=6)
+
+
+def test_the_layer_computes_what_gated_delta_net_computes():
+    torch.manual_seed(0)
+    own, other = OwnLayer.configure(WIDTHS).build(), GatedDeltaNet.configure(WIDTHS).build()
+    own.init_states()
+    other.load_state_dict(as_gated_delta_net(own, 4))
+    x = torch.randn(2, 48, 64)
+    positions = torch.cat([torch.arange(30), torch.arange(18)]).expand(2, -1)
+    sequence = SequenceLayout.from_positions(positions)
+    found, expected = (layer(x, *layer.decay(), sequence=sequence) for layer in (own, other))
+    assert relative_error(found, expected) < 1e-5
+
+
+CASES = [
+    (exchange, order, "ragged", mesh, 2, 12)
+    for exchange in EXCHANGES
+    for order, mesh in (
+        ("headtail", (1, 2, False)),
+        ("contiguous", (1, 4, False)),
+        ("headtail", (2, 2, True)),
+        ("contiguous", (2, 2, False)),
+        ("headtail", (2, 1, True)),
+    )
+]
+
+
+def test_every_exchange_and_tensor_parallelism_give_the_numbers_of_one_rank():
+    for record in ranks.run(layer_cases.matrix, 4, OWN, CASES, timeout=300):
+        assert len(record) == len(CASES)
+        for case, (errors, _) in record.items():
+            assert max(errors.values()) < 1e-5, (case, errors)
+
+
+class Undeclared(OwnLayer):
+    """Declares no placement for its linear `extra`."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(OwnLayer.Config):
+        extra: Linear.Config = dataclasses.field(default_factory=lambda: linear(8, 8))
+
+
+class Misspelt(OwnLayer):
+    full_precision = {"in_proj_aa": "decay"}
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(OwnLayer.Config):
+        pass
+
+
+def test_a_linear_without_a_placement_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match=r"Undeclared.extra has no placement: .*per_head .* or .replicated"):
+        Undeclared.configure(WIDTHS)
+
+
+def test_a_declaration_of_a_linear_that_does_not_exist_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match="Misspelt.full_precision names 'in_proj_aa': expected names among"):
+        Misspelt.configure(WIDTHS)
+
+
+TOML = """
+[model]
+name = "own_model"
+flavor = "debug"
+[training]
+steps = 2
+seq_len = 64
+local_batch_size = 2
+[parallelism]
+context_parallel_degree = {cp}
+[lr_scheduler]
+warmup_steps = 0
+[debug]
+seed = 1
+enable_structured_logging = false
+"""
+
+
+@pytest.fixture
+def toml(tmp_path, monkeypatch):
+    """A run of the family at CP 2, known in this process."""
+    monkeypatch.setitem(models.MODELS, "own_model", "tests.own_model")
+
+    def write(cp=2):
+        path = tmp_path / "own.toml"
+        path.write_text(f'[job]\ndump_folder = "{tmp_path}/out"\n' + TOML.format(cp=cp))
+        return str(path)
+
+    return write
+
+
+FLOAT8 = ("--quantize.linear.name", "float8", "--quantize.linear.emulate")
+
+
+def test_quantization_leaves_out_what_the_layer_keeps_in_full_precision(toml):
+    # With 32 value heads in_proj_a and in_proj_b have rows enough for float8 on a rank.
+    wide = ("--model.overrides.n_linear_value_heads", "32")
+    config = load_config(["--job.config_file", toml(), *wide, *FLOAT8], 2)
+    model = config.model_spec.model
+    model.update_from_config(config=config)
+    layer = model.layers[0].linear_attention
+    quantized = {
+        field.name
+        for field in dataclasses.fields(layer)
+        if type(getattr(layer, field.name)).__qualname__.startswith("Float8")
+    }
+    assert quantized == {"in_proj_qkv", "in_proj_b", "gate_in", "gate_out", "out_proj"}
+
+
+def train_own(argv):
+    models.MODELS["own_model"] = "tests.own_model"
+    return train(argv)
+
+
+def test_the_family_trains_on_a_mesh_as_on_one_rank_from_its_own_files(toml, tmp_path):
+    """Without experts; its files are named by its adapter, with its own prefix."""
+    argv = ["--job.config_file", toml(cp=1)]
+    config = load_config(argv, 1).model_spec.model
+    model = config.build()
+    model.init_states()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    files = OwnAdapter(config, None).to_hf(model.state_dict())
+    assert "model.language_model.layers.0.linear_attention.in_proj_a.weight" in files
+    save_file({name: x.contiguous() for name, x in files.items()}, tmp_path / "model.safetensors")
+    for key, value in hf.weights_of(tmp_path).items():
+        argv += [f"--checkpoint.{key}", str(value).lower() if isinstance(value, bool) else value]
+    (one_rank,) = ranks.run(train_own, 1, argv)
+    mesh = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
+    assert_same_numbers(ranks.run(train_own, 4, [*argv, *mesh]), one_rank)
+
+
+def test_the_planner_knows_it_by_its_title(toml, capsys):
+    plan(["--job.config_file", toml(), "--world-size", "2", "--training.seq_len", "512", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    (exchanges,) = told["linear_attention"]
+    assert exchanges["kind"] == "Own Layer" and exchanges["layers"] == 1
+    assert list(exchanges["exchanges"]) == list(EXCHANGES)
+
+
+def test_the_bench_takes_it_by_its_module():
+    from titan_gdn.bench.layer import run
+
+    options = LayerOptions(
+        layer=OWN,
+        dim=32,
+        key_heads=4,
+        value_heads=8,
+        key_dim=8,
+        value_dim=8,
+        gate_rank=6,
+        tokens=64,
+        repeats=1,
+    )
+    rows = run(options)
+    assert [row["exchange"] for row in rows] == list(EXCHANGES)
+    assert all(row["cp forward (bytes)"] == row["cp forward, formula"] for row in rows)
+
+
+def test_an_unknown_flavor_or_argument_of_the_family_is_refused_by_name(toml):
+    with pytest.raises(ConfigError, match='unknown key "n_experts"'):
+        load_config(["--job.config_file", toml(), "--model.overrides.n_experts", "8"], 2)

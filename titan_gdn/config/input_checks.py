@@ -1,0 +1,55 @@
+"""Checks the files that a run reads on this machine: the tokenizer and the data."""
+
+import json
+import os
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.trainer import Trainer
+
+from titan_gdn.config.source import ConfigError
+from titan_gdn.data.text_files import list_files
+
+
+def check_tokenizer(config: Trainer.Config) -> None:
+    """Check that the tokenizer's folder exists and the embedding has a row for each of its tokens.
+
+    Raises:
+        ConfigError: They do not, or the tokenizer cannot be read.
+    """
+    folder = config.hf_assets_path
+    if not os.path.isdir(folder):
+        raise ConfigError(f'model.hf_assets_path = "{folder}": there is no such folder')
+    file = os.path.join(folder, "tokenizer.json")
+    if not os.path.exists(file):
+        return
+    try:
+        with open(file) as stream:
+            tokenizer = json.load(stream)
+        vocabulary = tokenizer["model"].get("vocab", {})
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        tokens = 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f'model.hf_assets_path = "{folder}": its tokenizer.json is not a Hugging Face tokenizer '
+            f"({type(error).__name__}: {error})"
+        ) from error
+    rows = getattr(config.model_spec.model, "vocab_size", tokens)
+    if tokens > rows:
+        raise ConfigError(
+            f"model.overrides.vocab_size = {rows}: expected at least {tokens}, because the tokenizer in "
+            f'model.hf_assets_path = "{folder}" has {tokens} tokens'
+        )
+
+
+def check_data(section: str, loader: BaseDataLoader.Config) -> None:
+    """Check that the data set of a section consists of at least one text file.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if loader.dataset != "text_files":
+        return  # known only when TorchTitan downloads it
+    try:
+        list_files(loader.dataset_path)
+    except ValueError as error:
+        raise ConfigError(f'{section}.dataset = "text_files": {error}') from error

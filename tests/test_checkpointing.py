@@ -76,26 +76,6 @@ def test_a_memory_budget_gives_bitwise_what_compilation_without_one_does(family)
             assert record["loss"] == plain["loss"] and record["norms"] == plain["norms"], mode
 
 
-<<<<<<< HEAD
-# Three layers of linear attention: how often each sends, and of that how often it sends again.
-@pytest.mark.parametrize(
-    ("exchange", "forward", "backward", "gathers"),
-    [("all_to_all", 2, 2, 0), ("all_gather", 2, 2, 1), ("state", 2, 2, 0)],
-)
-def test_collectives_are_repeated_in_full_mode_and_in_selective_only_those_of_hidden_states(
-    records, exchange, forward, backward, gathers
-):
-    family, of = records
-    calls = {mode: of[exchange, mode][0]["calls"] for mode in MODES}
-    low_rank = 1 if family == "kimi_linear" and exchange == "all_to_all" else 0  # its projection's gather
-    attention = {"qwen3_next": 2, "kimi_linear": 1}[family]  # keys and values, or what they are made of
-    forward, backward = (3 * (n + low_rank) for n in (forward, backward))
-    outside = calls["none"] - forward - backward - 2 * attention  # of the layout, once a forward
-    assert outside == of["state", "none"][0]["calls"] - 12 - 2 * attention >= 0
-    assert calls["full"] - calls["none"] == forward + attention
-    assert calls["selective, exchanges repeated"] - calls["none"] == forward + attention
-    assert calls["selective"] - calls["none"] == 3 * gathers + attention
-=======
 def test_collectives_are_repeated_in_full_mode_and_in_selective_only_those_of_hidden_states(records):
     family, exchange, by_mode = records
     calls = {mode: by_mode[mode][0]["calls"] for mode in MODES}
@@ -110,7 +90,6 @@ def test_collectives_are_repeated_in_full_mode_and_in_selective_only_those_of_hi
     assert calls["selective, exchanges repeated"] - calls["none"] == once + attention
     hidden_states = 3 if exchange == "all_gather" else 0
     assert calls["selective"] - calls["none"] == hidden_states + attention
->>>>>>> tests
 
 
 def test_peak_memory_falls_from_none_to_selective_to_full(records):

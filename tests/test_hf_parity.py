@@ -9,12 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from tests import hf, ranks
 from tests.compare import relative_error
-<<<<<<< HEAD
-from titan_gdn.models.kimi_linear import KimiLinearArguments, KimiLinearStateDictAdapter
-=======
 from tests.draw import in_sets
-from titan_gdn.models.kimi_linear import KimiLinearStateDictAdapter, kimi_linear
->>>>>>> tests
+from titan_gdn.models.kimi_linear import KimiLinearArguments, KimiLinearStateDictAdapter
 from titan_gdn.models.kimi_linear.state_dict_adapter import published
 from titan_gdn.models.qwen3_next import Qwen3NextArguments, Qwen3NextStateDictAdapter
 

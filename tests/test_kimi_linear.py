@@ -168,7 +168,7 @@ def test_the_published_order_of_layers_is_the_default():
 
 def test_heads_that_do_not_divide_are_refused_by_their_name():
     argv = [CP, "2", TP, "4", *EXCHANGE]
-    with pytest.raises(ConfigError, match="Kimi Delta Attention: the 4 key heads do not divide"):
+    with pytest.raises(ConfigError, match="Kimi Delta Attention: the 4 key heads are not divisible"):
         load_config(["--job.config_file", TOML, *argv], 8)
 
 

@@ -132,7 +132,7 @@ def test_groups_of_parameters_are_refused_as_the_optimizer_refuses_them(patterns
 @pytest.mark.parametrize("patterns", [["norm"], ["^layers", "^norm", "^lm_head"]])
 def test_groups_that_leave_parameters_out_are_refused(patterns, tmp_path):
     with pytest.raises(
-        ConfigError, match="no pattern matches .* parameters, such as .*: add a last group of"
+        ConfigError, match="no pattern matches .* parameters, such as .*: add a last group with"
     ):
         load_config(grouped(tmp_path, *patterns), 1)
 
@@ -149,7 +149,7 @@ def test_groups_of_parameters_are_to_be_on_every_stage(tmp_path):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--training.no-disable_cuda_graphs", "training.disable_cuda_graphs = false: document offsets"),
+        ("--training.no-disable_cuda_graphs", "training.disable_cuda_graphs = false: each forward copies"),
         (
             "--activation_checkpoint.mode selective --activation_checkpoint.debug",
             "activation_checkpoint.debug",

@@ -1,4 +1,4 @@
-"""What of a run cannot be with a model: sentences that come before anything is built."""
+"""Validates a run against a model before anything is built."""
 
 import re
 from typing import TYPE_CHECKING
@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 def check(
     model: Decoder.Config, converters: list[QuantizationConverter.Config], config: "Trainer.Config"
 ) -> None:
-    """Refuse the run that cannot be.
+    """Validate a run against a model, on any machine.
+
+    Args:
+        model: the model.
+        converters: what is quantized, and how.
+        config: the run.
 
     Raises:
-        ValueError: heads that TP does not divide, a length that TP and CP do not, experts that the ranks
-            cannot share, an exchange or pipeline stages that cannot be.
+        ValueError: heads, widths or the sequence length are not divisible by the degrees that shard them, or
+            the exchange, the pipeline stages, the experts or the optimizer's groups do not fit the model.
     """
     check_pipeline(len(model.layers), model.enable_weight_tying, config)
     _check_widths(model, config.parallelism)
@@ -46,10 +51,10 @@ def check(
 
 
 def check_device(model: Decoder.Config, converters: list[QuantizationConverter.Config]) -> None:
-    """Refuse what does not run on TorchTitan's device here; a plan is made for another machine.
+    """Check that kernels and number formats run on this machine.
 
     Raises:
-        ValueError: says why, and what is possible.
+        ValueError: says what does not run here, why, and what is possible.
     """
     kernel = next((layer.run.kernel for layer in linear_layers(model.layers)), "auto")
     if kernel == "fla" and (reason := why_not_fla(torch.device(device_type))):
@@ -58,21 +63,20 @@ def check_device(model: Decoder.Config, converters: list[QuantizationConverter.C
 
 
 def _check_widths(model: Decoder.Config, parallelism: ParallelismConfig) -> None:
-    """What TP divides."""
+    """Check what TP shards: it divides heads, hidden widths and the vocabulary."""
     tp = parallelism.tensor_parallel_degree
-    linear = next(iter(linear_layers(model.layers)), None)
-    split = {"rows of the vocabulary": model.vocab_size}
-    if linear:
-        split[f"key heads of {linear._owner.title}"] = linear.n_key_heads
+    sharded = {"rows of the vocabulary": model.vocab_size}
+    for kind in linear_kinds(model.layers):
+        sharded[f"key heads of {kind._owner.title}"] = kind.n_key_heads
     if model.first_attention:
-        split["query heads of the full attention"] = model.first_attention.n_heads
+        sharded["query heads of the full attention"] = model.first_attention.n_heads
     for layer in model.layers:
-        split |= _hidden_widths(layer, parallelism.expert_parallel_degree)
-    for name, count in split.items():
+        sharded |= _hidden_widths(layer, parallelism.expert_parallel_degree)
+    for name, count in sharded.items():
         if count % tp:
             raise ValueError(
-                f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; "
-                f"possible are {_divisors(list(split.values()))}"
+                f"parallelism.tensor_parallel_degree = {tp} does not divide the {count} {name}; possible "
+                f"degrees: {_divisors(list(sharded.values()))}"
             )
     key_value_heads = getattr(model.first_attention, "n_key_value_heads", 1)
     if tp % key_value_heads and key_value_heads % tp:
@@ -83,12 +87,12 @@ def _check_widths(model: Decoder.Config, parallelism: ParallelismConfig) -> None
 
 
 def _hidden_widths(layer: HybridBlock.Config, ep: int) -> dict[str, int]:
-    """What TP divides in a feed-forward. With expert parallelism a single expert is whole."""
+    """The widths of a feed-forward that TP shards. Expert parallelism never shards a single expert."""
     if layer.moe is None:
         return {"hidden dimensions of a feed-forward": layer.feed_forward.w1.out_features}
     widths = {"hidden dimensions of the shared expert": layer.moe.shared_experts.w1.out_features}
     if ep == 1:
-        # Eight at a time: torch's grouped products want rows of 16 bytes.
+        # In units of 8, because torch's grouped products need rows of 16 bytes.
         hidden_dim = layer.moe.routed_experts.inner_experts.hidden_dim
         widths["times 8 hidden dimensions of an expert"] = hidden_dim // 8
     return widths
@@ -99,24 +103,24 @@ def _divisors(counts: list[int]) -> str:
 
 
 def _check_experts(model: Decoder.Config, parallelism: ParallelismConfig) -> None:
-    """What EP divides, and FSDP where more ranks than experts share them: then it cuts their rows."""
+    """Check what EP shards, and what FSDP shards: the rows of experts, if ranks outnumber experts."""
     ep = parallelism.expert_parallel_degree
     layer = next((layer.moe for layer in model.layers if layer.moe is not None), None)
     if layer is None:
         if ep > 1:
             raise ValueError(
-                f"parallelism.expert_parallel_degree = {ep}: this model has no experts, set it to 1"
+                f"parallelism.expert_parallel_degree = {ep}: this model has no experts, so set it to 1"
             )
         return
     experts = layer.routed_experts.inner_experts
     if experts.num_experts % ep:
         raise ValueError(
             f"parallelism.expert_parallel_degree = {ep} does not divide the {experts.num_experts} "
-            f"experts; possible are {_divisors([experts.num_experts])}"
+            f"experts; possible degrees: {_divisors([experts.num_experts])}"
         )
     tp = parallelism.tensor_parallel_degree
     shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
-    # As `apply_fsdp_to_decoder` counts them; a degree of -1 is known to who knows all ranks.
+    # The ranks that `apply_fsdp_to_decoder` counts. The caller has resolved a degree of -1.
     if ep > 1:
         ranks, shards, rows = shards * tp, shards * tp // ep, experts.hidden_dim
     else:
@@ -125,32 +129,32 @@ def _check_experts(model: Decoder.Config, parallelism: ParallelismConfig) -> Non
         rows = experts.hidden_dim // tp
     if ranks > experts.num_experts and (rows % shards or experts.dim % shards):
         raise ValueError(
-            f"parallelism: {ranks} ranks share {experts.num_experts} experts, so that FSDP cuts the "
-            f"rows of each, {rows} and {experts.dim} on a rank, into {shards} parts, which does not "
-            "divide them: change data_parallel_shard_degree, context_parallel_degree or "
+            f"parallelism: {ranks} ranks outnumber the {experts.num_experts} experts, so FSDP shards the "
+            f"rows of each expert into {shards} parts, but {rows} or {experts.dim} rows are not divisible "
+            f"by {shards}: change data_parallel_shard_degree, context_parallel_degree or "
             "expert_parallel_degree, or model.overrides.expert_hidden_dim"
         )
 
 
 def _check_routing(model: Decoder.Config, config: "Trainer.Config") -> None:
-    """TorchTitan's router that deals tokens out mixes DTensors and plain tensors under TP."""
+    """Check forced load balancing: under TP, TorchTitan's router then mixes DTensors and plain tensors."""
     parallelism, tp = config.parallelism, config.parallelism.tensor_parallel_degree
     experts = any(layer.moe is not None for layer in model.layers)
-    if experts and tp > 1 and parallelism.spmd_backend == "partial_dtensor" and deals_out(config):
+    if experts and tp > 1 and parallelism.spmd_backend == "partial_dtensor" and forces_load_balance(config):
         why = "debug.moe_force_load_balance = true"
         if not config.debug.moe_force_load_balance:
             why = "comm.mode = 'fake_backend' with parallelism.expert_parallel_degree > 1"
         raise ValueError(
-            f"{why} deals tokens out to experts whatever their scores, which TorchTitan cannot with "
-            f"parallelism.tensor_parallel_degree = {tp} and parallelism.spmd_backend = "
-            "'partial_dtensor': set it to 'spmd_types'"
+            f"{why} assigns tokens to experts regardless of scores, which TorchTitan does not support with "
+            f"parallelism.tensor_parallel_degree = {tp} and parallelism.spmd_backend = 'partial_dtensor': "
+            "set the backend to 'spmd_types'"
         )
 
 
-def deals_out(config: "Trainer.Config") -> bool:
-    """Whether routers give every expert as many tokens: where that is asked for, and in a dry run with EP.
+def forces_load_balance(config: "Trainer.Config") -> bool:
+    """Whether routers give every expert equally many tokens: on request, and in a dry run with EP.
 
-    There a rank receives what it sends, and torch's fake backend refuses to repeat nothing.
+    In a dry run each rank receives what it sends, and torch's fake backend does not repeat an empty tensor.
     """
     dry = config.comm.mode == "fake_backend" and config.parallelism.expert_parallel_degree > 1
     return dry or config.debug.moe_force_load_balance
@@ -161,20 +165,20 @@ def _check_length(model: Decoder.Config, parallelism: ParallelismConfig, seq_len
     sp = tp if parallelism.enable_sequence_parallel else 1
     if cp > 1 and seq_len % (2 * cp * sp):
         raise ValueError(
-            f"training.seq_len = {seq_len} does not divide by 2 * context_parallel_degree = {2 * cp}"
+            f"training.seq_len = {seq_len} is not divisible by 2 * context_parallel_degree = {2 * cp}"
             + (f" times tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
         )
     if parallelism.expert_parallel_degree > 1 and seq_len % (cp * tp):
         raise ValueError(
-            f"training.seq_len = {seq_len} does not divide by context_parallel_degree = {cp} times "
-            f"tensor_parallel_degree = {tp}: with expert_parallel_degree > 1 the ranks of both route "
-            "tokens of their own"
+            f"training.seq_len = {seq_len} is not divisible by context_parallel_degree = {cp} times "
+            f"tensor_parallel_degree = {tp}: with expert_parallel_degree > 1 each of these ranks "
+            "routes its own tokens"
         )
     attention = model.first_attention
     flex = attention and isinstance(attention.inner_attention, FlexAttention.Config)
     if cp > 1 and flex and seq_len % (128 * cp):
         raise ValueError(
-            f"training.seq_len = {seq_len} does not divide by 128 * context_parallel_degree = "
+            f"training.seq_len = {seq_len} is not divisible by 128 * context_parallel_degree = "
             f"{128 * cp}, which FlexAttention's blocks need"
         )
     if seq_len > model.max_seq_len:
@@ -185,7 +189,7 @@ def _check_length(model: Decoder.Config, parallelism: ParallelismConfig, seq_len
 
 
 def _check_exchange(model: Decoder.Config, config: "Trainer.Config") -> None:
-    """Whether the exchange of each kind of layer can be; of "auto", whether any can."""
+    """Check that the exchange of each kind of layer is possible; for "auto", that any exchange is."""
     for layer in linear_kinds(model.layers):
         exchange = layer.run.exchange
         if exchange == "auto":
@@ -205,8 +209,8 @@ def _check_compile(model: Decoder.Config, config: "Trainer.Config") -> None:
         )
     if not config.training.disable_cuda_graphs:
         raise ValueError(
-            "training.disable_cuda_graphs = false: document offsets go to the host once a forward, which a "
-            "CUDA graph cannot hold; leave it true"
+            "training.disable_cuda_graphs = false: each forward copies document offsets to the host, which a "
+            "CUDA graph does not support; leave it true"
         )
 
 
@@ -214,17 +218,18 @@ def _check_checkpointing(config: "Trainer.Config") -> None:
     policy = config.activation_checkpoint
     if isinstance(policy, SelectiveAC.Config) and policy.debug:
         raise ValueError(
-            "activation_checkpoint.debug = true is for mode = 'full': torch has none for mode = 'selective'"
+            "activation_checkpoint.debug = true needs mode = 'full': torch does not support it with "
+            "'selective'"
         )
 
 
 def _check_optimizer(model: Decoder.Config, config: "Trainer.Config") -> None:
-    """Every group has a parameter on every pipeline stage, of those that no group before it has.
+    """Check that on every pipeline stage each group matches a parameter that no earlier group matches.
 
-    TorchTitan looks at the names that modules have when they are wrapped for checkpointing.
+    TorchTitan matches the names that modules have when they are wrapped for activation checkpointing.
     """
     patterns = [group.pattern for group in config.optimizer.param_groups]
-    if patterns == list(PATTERNS):  # which suit all stages that `check_pipeline` lets through
+    if patterns == list(PATTERNS):  # the default groups fit all stages that `check_pipeline` accepts
         return
     with torch.device("meta"):
         names = [name for name, _ in model.build().named_parameters()]
@@ -241,11 +246,11 @@ def _check_optimizer(model: Decoder.Config, config: "Trainer.Config") -> None:
                     where = f" of the pipeline stage of {', '.join(stage.modules)}"
                 raise ValueError(
                     f"optimizer.param_groups: pattern = {pattern!r} matches no parameter{where} that no "
-                    f"group before it has; names are such as {example!r}"
+                    f"earlier group matches; an example of a name is {example!r}"
                 )
             left -= found
         if left:
             raise ValueError(
                 f"optimizer.param_groups: no pattern matches {len(left)} parameters, such as {max(left)!r}: "
-                "add a last group of pattern = '.*'"
+                "add a last group with pattern = '.*'"
             )

@@ -70,7 +70,7 @@ class HybridModel(Decoder):
                 if (rope := getattr(layer.attention, "rope", None)) is not None:
                     layer.attention.rope = replace(rope, max_seq_len=config.training.seq_len)
                 if layer.moe is not None:
-                    layer.moe.router._debug_force_load_balance = checks.deals_out(config)
+                    layer.moe.router._debug_force_load_balance = checks.forces_load_balance(config)
             set_hybrid_sharding(
                 self,
                 tp=parallelism.tensor_parallel_degree,

@@ -124,9 +124,8 @@ def test_troubleshooting_quotes_messages_that_exist():
     assert len(messages) > 10
     known = list(strings())
     for message in messages:
-        parts = [re.escape(part.strip()) for part in re.split(r"\.\.\.|\d+", message) if part.strip()]
-        pattern = re.compile(".*?".join(parts), re.DOTALL)
-        assert any(pattern.search(text) for text in known), f"no such message: {message}"
+        for part in re.split(r"\.\.\.|\d+", message):  # a message may be put together from several strings
+            assert any(part.strip() in text for text in known), f"no such message: {message}"
 
 
 def test_the_diagrams_are_what_their_script_draws(tmp_path):

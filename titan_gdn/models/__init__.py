@@ -7,7 +7,7 @@ MODELS: dict[str, str] = {
     "qwen3_next": "titan_gdn.models.qwen3_next",
     "kimi_linear": "titan_gdn.models.kimi_linear",
 }
-"""What `[model] name` may be, and the package of each family."""
+"""The possible values of `model.name`, and the package of each family."""
 
 
 def load(name: str) -> ModuleType:

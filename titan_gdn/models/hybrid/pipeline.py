@@ -130,7 +130,7 @@ def check_pipeline(n_layers: int, tied: bool, config: "Trainer.Config") -> None:
     if parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule_csv = {parallelism.pipeline_parallel_schedule_csv!r} is "
-            f"not supported: name one of {', '.join(SCHEDULES)} as pipeline_parallel_schedule"
+            f"not supported: name one of {', '.join(SCHEDULES)} as parallelism.pipeline_parallel_schedule"
         )
     if parallelism.pipeline_parallel_schedule not in SCHEDULES:
         raise ValueError(
@@ -152,7 +152,7 @@ def _count_stages(n_layers: int, parallelism: ParallelismConfig) -> int:
     a_stage, parts = parallelism.pipeline_parallel_layers_per_stage, parallelism.module_fqns_per_model_part
     one = schedule in ONE_STAGE
     if parts is not None:
-        stages, given = len(parts), f"module_fqns_per_model_part of {len(parts)} parts"
+        stages, given = len(parts), f"parallelism.module_fqns_per_model_part of {len(parts)} parts"
     elif a_stage is not None:
         if a_stage < 1:
             raise ValueError(
@@ -161,16 +161,18 @@ def _count_stages(n_layers: int, parallelism: ParallelismConfig) -> int:
         weight = _less_layers(parallelism)
         stages = -(-(n_layers + sum(weight)) // a_stage)
         given = (
-            f"pipeline_parallel_layers_per_stage = {a_stage} of {n_layers} layers (and {sum(weight)} for the "
-            "embedding and the head, pipeline_parallel_first_stage_less_layers and _last_stage_less_layers)"
+            f"parallelism.pipeline_parallel_layers_per_stage = {a_stage} of {n_layers} layers (and "
+            f"{sum(weight)} for the embedding and the head, "
+            "parallelism.pipeline_parallel_first_stage_less_layers and "
+            "parallelism.pipeline_parallel_last_stage_less_layers)"
         )
     else:
         return pp if one else 2 * pp
     if stages % pp or (stages != pp) == one:
         wanted = f"{pp}" if one else f"a multiple of {pp}, at least {2 * pp}"
         raise ValueError(
-            f"parallelism.{given}: this makes {stages} stages, and pipeline_parallel_schedule = "
-            f"{schedule!r} on pipeline_parallel_degree = {pp} takes {wanted}"
+            f"{given}: this makes {stages} stages, and parallelism.pipeline_parallel_schedule = {schedule!r} "
+            f"on parallelism.pipeline_parallel_degree = {pp} takes {wanted}"
         )
     return stages
 
@@ -195,16 +197,18 @@ def _check_layers(n_layers: int, stages: int, parallelism: ParallelismConfig) ->
     if n_layers < needed:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree} with "
-            f"pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule!r} makes {stages} stages, "
-            f"which the {n_layers} layers of the model do not fill: at least {needed} are needed (with "
-            f"pipeline_parallel_first_stage_less_layers = {first} and _last_stage_less_layers = {last})"
+            f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule!r} makes "
+            f"{stages} stages, which the {n_layers} layers of the model do not fill: at least {needed} are "
+            f"needed (with parallelism.pipeline_parallel_first_stage_less_layers = {first} and "
+            f"parallelism.pipeline_parallel_last_stage_less_layers = {last})"
         )
     # The first stages have a layer more where layers and stages do not come out even.
     if first and first == -(-(n_layers + first + last) // stages):
         raise ValueError(
             f"{_EMBEDDING_ALONE}: {n_layers} layers on {stages} stages leave none for the first. Set "
             f"parallelism.pipeline_parallel_first_stage_less_layers = {first - 1}, or give it layers "
-            "(model.overrides.n_layers, parallelism.pipeline_parallel_degree, pipeline_parallel_schedule)"
+            "(model.overrides.n_layers, parallelism.pipeline_parallel_degree, "
+            "parallelism.pipeline_parallel_schedule)"
         )
 
 
@@ -231,14 +235,14 @@ def _check_microbatches(config: "Trainer.Config", stages: int) -> None:
     count = microbatches_of(config)
     given = (
         "training.local_batch_size / parallelism.pipeline_parallel_microbatch_size = "
-        f"{rows} / {size} = {count} is the number of micro-batches, of which pipeline_parallel_schedule = "
-        f"{schedule!r}"
+        f"{rows} / {size} = {count} is the number of micro-batches, of which "
+        f"parallelism.pipeline_parallel_schedule = {schedule!r}"
     )
     if schedule == "1F1B" and count < stages:
         raise ValueError(f"{given} needs at least one for each of its {stages} stages")
     rounds = max(1, count // pp)
     if schedule == "Interleaved1F1B" and count % rounds:
         raise ValueError(
-            f"{given} on pipeline_parallel_degree = {pp} takes a multiple of its {rounds} rounds, such as "
-            f"{rounds * pp}"
+            f"{given} on parallelism.pipeline_parallel_degree = {pp} takes a multiple of its {rounds} "
+            f"rounds, such as {rounds * pp}"
         )

@@ -116,12 +116,13 @@ def _check_linear(
         raise ValueError(
             f'training.seq_len = {seq_len} leaves {tokens} tokens on a rank: quantize.linear.name = "{name}" '
             f"needs a multiple of {multiple} (gradients of weights are sums over tokens) times "
-            f"context_parallel_degree = {cp}, and with sequence parallelism tensor_parallel_degree = {tp}"
+            f"parallelism.context_parallel_degree = {cp}, and with sequence parallelism times "
+            f"parallelism.tensor_parallel_degree = {tp}"
         )
     if name == "nvfp4" and tp > 1 and parallelism.spmd_backend != "spmd_types":
         raise ValueError(
-            'quantize.linear.name = "nvfp4" with tensor_parallel_degree > 1 needs parallelism.spmd_backend = '
-            '"spmd_types": its kernels take plain tensors'
+            'quantize.linear.name = "nvfp4" with parallelism.tensor_parallel_degree > 1 needs '
+            'parallelism.spmd_backend = "spmd_types": its kernels take plain tensors'
         )
     if name != "float8":
         return

@@ -135,8 +135,8 @@ class StatePassing(LocalTokens):
         if segment >= halo:
             return None
         return (
-            f"segments of {segment} tokens (seq_len = {batch.length} over {parts}) are shorter than the "
-            f"{halo} tokens that the convolution of {shape.kernel_size} needs of the segment before"
+            f"segments of {segment} tokens (training.seq_len = {batch.length} over {parts}) are shorter than "
+            f"the {halo} tokens that the convolution of {shape.kernel_size} needs of the segment before"
         )
 
     @staticmethod

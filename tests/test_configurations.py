@@ -255,7 +255,9 @@ def test_experts_that_are_dealt_out_need_plain_tensors(path, monkeypatch, asked)
     monkeypatch.setenv("NGPU", "4")
     words = ["--job.config_file", path, "--parallelism.tensor_parallel_degree=2", *asked]
     load_config([*words, "--parallelism.spmd_backend=spmd_types"], 4)
-    with pytest.raises(ConfigError, match="spmd_backend = 'partial_dtensor': set the backend to 'spmd_types'"):
+    with pytest.raises(
+        ConfigError, match="spmd_backend = 'partial_dtensor': set the backend to 'spmd_types'"
+    ):
         load_config([*words, "--parallelism.spmd_backend=partial_dtensor"], 4)
 
 

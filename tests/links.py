@@ -18,7 +18,7 @@ RATE_MBIT = 20
 
 @contextlib.contextmanager
 def slow_link():
-    """Create two network namespaces with a link of `RATE_MBIT`. Yield their names, and why that failed or None."""
+    """Create two network namespaces and a link of `RATE_MBIT`. Yield their names and the error, if any."""
     names = [f"titan_gdn_{os.getpid()}_{end}" for end in range(2)]
     ends = [f"tg{os.getpid() % 10**6}_{end}" for end in range(2)]
     commands = [

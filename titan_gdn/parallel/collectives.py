@@ -14,7 +14,8 @@ ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 def group_name(args: tuple) -> GroupName:
     """The name of a collective's process group, given its arguments: the last is the group or its name."""
-    return args[-1] if isinstance(args[-1], str) else args[-1].group_name
+    group = args[-1]
+    return GroupName(group) if isinstance(group, str) else group.group_name
 
 
 def all_to_all(x: Tensor, mesh: DeviceMesh, src: int, dst: int) -> Tensor:

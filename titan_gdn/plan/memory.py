@@ -300,7 +300,9 @@ def _blocks(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -
             checkpointed = _not_checkpointed
         else:
             checkpointed = partial(_checkpointed, policy, names[0])
-        block = block_memory(cast(HybridBlock, model.get_submodule(names[0])), width, batch, dtype, checkpointed)
+        block = block_memory(
+            cast(HybridBlock, model.get_submodule(names[0])), width, batch, dtype, checkpointed
+        )
         if isinstance(policy, MemoryBudgetAC.Config):
             given = batch.tokens_between_layers * width * batch.itemsize
             block = replace(block, kept=given + int(policy.memory_budget * (block.kept - given)))

@@ -149,7 +149,7 @@ def test_groups_of_parameters_are_to_be_on_every_stage(tmp_path):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--training.no-disable_cuda_graphs", "training.disable_cuda_graphs = false: document offsets"),
+        ("--training.no-disable_cuda_graphs", "training.disable_cuda_graphs = false: each forward copies"),
         (
             "--activation_checkpoint.mode selective --activation_checkpoint.debug",
             "activation_checkpoint.debug",

@@ -129,9 +129,9 @@ def _check_experts(model: Decoder.Config, parallelism: ParallelismConfig) -> Non
         rows = experts.hidden_dim // tp
     if ranks > experts.num_experts and (rows % shards or experts.dim % shards):
         raise ValueError(
-            f"parallelism: {ranks} ranks outnumber the {experts.num_experts} experts, so FSDP shards the rows "
-            f"of each expert into {shards} parts, but {rows} or {experts.dim} rows are not divisible by "
-            f"{shards}: change data_parallel_shard_degree, context_parallel_degree or "
+            f"parallelism: {ranks} ranks outnumber the {experts.num_experts} experts, so FSDP shards the "
+            f"rows of each expert into {shards} parts, but {rows} or {experts.dim} rows are not divisible "
+            f"by {shards}: change data_parallel_shard_degree, context_parallel_degree or "
             "expert_parallel_degree, or model.overrides.expert_hidden_dim"
         )
 
@@ -146,8 +146,8 @@ def _check_routing(model: Decoder.Config, config: "Trainer.Config") -> None:
             why = "comm.mode = 'fake_backend' with parallelism.expert_parallel_degree > 1"
         raise ValueError(
             f"{why} assigns tokens to experts regardless of scores, which TorchTitan does not support with "
-            f"parallelism.tensor_parallel_degree = {tp} and parallelism.spmd_backend = 'partial_dtensor': set "
-            "the backend to 'spmd_types'"
+            f"parallelism.tensor_parallel_degree = {tp} and parallelism.spmd_backend = 'partial_dtensor': "
+            "set the backend to 'spmd_types'"
         )
 
 
@@ -218,7 +218,8 @@ def _check_checkpointing(config: "Trainer.Config") -> None:
     policy = config.activation_checkpoint
     if isinstance(policy, SelectiveAC.Config) and policy.debug:
         raise ValueError(
-            "activation_checkpoint.debug = true needs mode = 'full': torch does not support it with 'selective'"
+            "activation_checkpoint.debug = true needs mode = 'full': torch does not support it with "
+            "'selective'"
         )
 
 

@@ -1,4 +1,4 @@
-"""The order in which techniques are applied to a hybrid model."""
+"""Applies parallelism, activation checkpointing and compilation to a hybrid model."""
 
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,22 @@ def parallelize_hybrid(
     ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
 ) -> "HybridModel":
-    """Tensor parallelism, activation checkpointing, compilation, FSDP2; on the meta device, in place."""
+    """Applies CP, TP, EP, activation checkpointing, compilation and FSDP2, in this order.
+
+    TorchTitan's trainer calls this as `ModelSpec.parallelize_fn`.
+
+    Args:
+        model: the model, or the part of a pipeline stage, on the meta device. Changed in place.
+        parallel_dims: the device mesh.
+        training: dtypes of mixed precision, and CPU offload.
+        parallelism: degrees and SPMD backend.
+        compile_config: whether blocks are compiled, and how.
+        ac_config: the policy of activation checkpointing, None for no checkpointing.
+        dump_folder: folder for the output of activation checkpointing.
+
+    Returns:
+        `model`.
+    """
     split_context(model, parallel_dims, parallelism)
     if parallelism.spmd_backend == "partial_dtensor":
         keep_gradients()
@@ -49,8 +64,9 @@ def parallelize_hybrid(
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
     decays = list(model.decays())
     if decays:
-        # One float32 unit for the decays of all layers, called before the blocks: `param_dtype` would
-        # round them, a nested unit in each block would break its graph. It is small: never resharded.
+        # The decays of all layers form one float32 unit, which is called before the blocks. In the units of
+        # the blocks, `param_dtype` would round them, and a nested unit would break the graph of its block.
+        # The unit is small, so it is never resharded.
         fully_shard(
             decays,
             mesh=mesh,
@@ -78,13 +94,13 @@ def parallelize_hybrid(
     if mesh.device_type == "cpu":
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # gloo has no reduction with a factor, which FSDP uses otherwise.
+                # FSDP otherwise reduces with a factor, which gloo does not support.
                 module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def split_context(model: "HybridModel", parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> None:
-    """Tell the model and its layers over which ranks sequences are split."""
+    """Sets the sub-meshes over which the model and its layers shard sequences."""
     cp_mesh = parallel_dims.get_optional_mesh("cp")
     tp_mesh = parallel_dims.get_optional_mesh("tp") if parallelism.enable_sequence_parallel else None
     if cp_mesh is not None:

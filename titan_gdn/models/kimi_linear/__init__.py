@@ -1,4 +1,4 @@
-"""Kimi Linear: its flavors, and the model by flavor."""
+"""Kimi Linear: its flavors and its `model_registry`."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from titan_gdn.models.kimi_linear.model import KimiLinearArguments
 from titan_gdn.models.kimi_linear.state_dict_adapter import KimiLinearStateDictAdapter
 
 _DEBUG = {
-    "vocab_size": 264,  # the byte tokenizer's 257, rounded up so that up to 8 TP ranks share it evenly
+    "vocab_size": 264,  # the 257 tokens of the byte tokenizer, rounded up to a multiple of 8 TP ranks
     "dim": 128,
     "n_layers": 4,
     "n_heads": 4,

@@ -35,7 +35,7 @@ class GatedDeltaNet(LinearAttention):
         in_proj_ba: Linear.Config
 
     @classmethod
-    def configure(cls, widths: Widths) -> Config:
+    def configure(cls, widths: Widths) -> LinearAttention.Config:
         """Returns the configuration of a layer of these widths, initialized as transformers' `Qwen3Next`."""
         return super().configure(
             widths,

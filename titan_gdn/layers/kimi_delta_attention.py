@@ -63,7 +63,7 @@ class KimiDeltaAttention(LinearAttention):
                 )
 
     @classmethod
-    def configure(cls, widths: Widths, lower_bound: float | None = None) -> Config:
+    def configure(cls, widths: Widths, lower_bound: float | None = None) -> LinearAttention.Config:
         """Returns the configuration of a layer of these widths, initialized as Kimi Linear is.
 
         Args:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch._ops import OpOverload
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed import activation_checkpoint
 
 import titan_gdn.ops.flops  # noqa: F401  (registers the FLOPs of operators, which a memory budget weighs)
+from titan_gdn.models.hybrid.block import HybridBlock
 from titan_gdn.parallel.collectives import group_name
 from titan_gdn.parallel.exchange.base import Exchange
 from titan_gdn.parallel.exchange.local import NoExchange
@@ -33,11 +34,12 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
         communicate again. Gathered hidden states are not saved but gathered again."""
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
+        wrapped: Any = super()._wrap_block(module, base_fqn=base_fqn)
         torchtitan_contexts = wrapped.checkpoint_fn.keywords["context_fn"]
-        exchange = NoExchange()
-        if self.config.save_exchange and module.linear_attention is not None:
-            exchange = module.linear_attention.exchange
+        exchange: Exchange = NoExchange()
+        block, config = cast(HybridBlock, module), cast(SelectiveAC.Config, self.config)
+        if config.save_exchange and block.linear_attention is not None:
+            exchange = block.linear_attention.exchange
 
         def contexts() -> tuple[Any, Any]:
             # TorchTitan's policy only sees operators, so it cannot tell over which group a collective runs.

@@ -58,13 +58,16 @@ class HybridBlock(Module):
         """
         h_BLD = self.attention_norm(x_BLD)
         if self.linear_attention is not None:
+            assert decay is not None
             h_BLD = self.linear_attention(h_BLD, *decay, sequence=sequence)
         else:
+            assert self.attention is not None
             h_BLD = self.attention(
                 h_BLD, attention_masks=attention_masks, positions=positions, sequence=sequence
             )
         x_BLD = x_BLD + h_BLD
         feed_forward = self.moe if self.moe_enabled else self.feed_forward
+        assert feed_forward is not None
         return x_BLD + feed_forward(self.ffn_norm(x_BLD))
 
 

@@ -7,9 +7,9 @@ arguments are the keys of `[model.overrides]`; the string below each is its docu
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-from torchtitan.models.common import Embedding, FeedForward
+from torchtitan.models.common import Embedding, FeedForward, RMSNorm
 from torchtitan.models.common.attention import BaseAttention
 from torchtitan.models.common.config_utils import (
     make_ffn_config,
@@ -247,7 +247,7 @@ def decoder(
         vocab_size=vocab_size,
         tok_embeddings=Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=WEIGHT),
         layers=[layer(i, kind) for i, kind in enumerate(arguments.kinds())],
-        norm=norm(dim),
+        norm=cast(RMSNorm.Config, norm(dim)),  # TorchTitan also builds other norms
         lm_head=linear(dim, vocab_size),
         enable_weight_tying=enable_weight_tying,
     )

@@ -1,7 +1,7 @@
 """The default training configuration of a model, which a TOML file and the command line change."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -10,6 +10,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -56,7 +57,7 @@ def run_of(spec: ModelSpec, run: RunDefaults) -> Trainer.Config:
         model_spec=spec,
         hf_assets_path=BYTE_TOKENIZER,
         loss=ChunkedLossWrapper.Config(
-            loss_fn=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=cast(Decoder.Config, spec.model).vocab_size)
         ),
         optimizer=_adamw(run.lr),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=run.warmup_steps),

@@ -1,7 +1,7 @@
 """Selects the exchange of a model's layers for a run, and reads the settings of the run that decide it."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import activation_checkpoint
@@ -15,6 +15,7 @@ from titan_gdn.models.hybrid.block import linear_kinds, linear_layers, names_of
 from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.parallel.cost import Choice, choose
 from titan_gdn.parallel.exchange.registry import EXCHANGES
+from titan_gdn.parallel.segments import Order
 from titan_gdn.parallel.traffic import ShardedBatch
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def batch_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Sharded
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
         sequence_parallel=parallelism.enable_sequence_parallel,
-        order=parallelism.context_parallel_load_balancer or "contiguous",
+        order=cast(Order, parallelism.context_parallel_load_balancer or "contiguous"),
         itemsize=TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize,
         regather=layer.run.regather,
     )

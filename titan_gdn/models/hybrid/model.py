@@ -1,9 +1,9 @@
 """The decoder whose layers have linear or full attention, and a dense or sparse feed-forward."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 from titan_gdn.layers.linear_attention import Decay
 from titan_gdn.models.hybrid import checks, quantize
-from titan_gdn.models.hybrid.block import linear_layers
+from titan_gdn.models.hybrid.block import HybridBlock, linear_layers
 from titan_gdn.models.hybrid.exchange_choice import choose_exchanges
 from titan_gdn.models.hybrid.sharding import set_hybrid_sharding
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
@@ -94,7 +94,7 @@ class HybridModel(Decoder):
             write, read), and the backward costs twice as much. As in TorchTitan, the causal mask does not
             lower the count.
             """
-            attention = self.first_attention
+            attention: Any = self.first_attention
             heads, widths = (attention.n_heads, attention.pair_width) if attention else (0, 0)
             nparams, flops = get_moe_model_nparams_and_flops(self, model, heads, widths, seq_len)
             for layer in linear_layers(self.layers):
@@ -117,11 +117,8 @@ class HybridModel(Decoder):
 
     def decays(self) -> Iterator[Decay]:
         """Yields the decay modules of the layers on this pipeline stage, in order."""
-        return (
-            layer.linear_attention.decay
-            for layer in self.layers.values()
-            if layer.linear_attention is not None
-        )
+        layers = cast(Iterable[HybridBlock], self.layers.values())
+        return (layer.linear_attention.decay for layer in layers if layer.linear_attention is not None)
 
     def forward(
         self,

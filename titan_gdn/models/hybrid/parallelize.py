@@ -1,8 +1,9 @@
 """Applies parallelism, activation checkpointing and compilation to a hybrid model."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -11,6 +12,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
+from titan_gdn.parallel.segments import Order
 from titan_gdn.parallel.sequence import ContextParallel
 from titan_gdn.runtime.async_wait import keep_gradients
 
@@ -62,8 +64,11 @@ def parallelize_hybrid(
         mesh, mesh_dims = parallel_dims.get_mesh([*replicate, "fsdp"]), None
         expert_mesh, expert_mesh_dims = parallel_dims.get_optional_mesh([*replicate, "efsdp"]), None
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-    decays = list(model.decays())
+    decays: list[nn.Module] = list(model.decays())
     if decays:
+        options: dict[str, Any] = {} if mesh_dims is None else {"dp_mesh_dims": mesh_dims}
+        if training.enable_cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
         # The decays of all layers form one float32 unit, which is called before the blocks. In the units of
         # the blocks, `param_dtype` would round them, and a nested unit would break the graph of its block.
         # The unit is small, so it is never resharded.
@@ -74,8 +79,7 @@ def parallelize_hybrid(
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=torch.float32, reduce_dtype=reduce_dtype, cast_forward_inputs=False
             ),
-            **({"dp_mesh_dims": mesh_dims} if mesh_dims is not None else {}),
-            **({"offload_policy": CPUOffloadPolicy()} if training.enable_cpu_offload else {}),
+            **options,
         )
     apply_fsdp_to_decoder(
         model,
@@ -104,9 +108,10 @@ def split_context(model: "HybridModel", parallel_dims: ParallelDims, parallelism
     cp_mesh = parallel_dims.get_optional_mesh("cp")
     tp_mesh = parallel_dims.get_optional_mesh("tp") if parallelism.enable_sequence_parallel else None
     if cp_mesh is not None:
-        order = parallelism.context_parallel_load_balancer or "contiguous"
+        order = cast(Order, parallelism.context_parallel_load_balancer or "contiguous")
         model.context_parallel = ContextParallel(
             cp_mesh, order, agreement_mesh=parallel_dims.get_mesh("loss")
         )
-    for layer in model.layers.values():
+    layers: Any = model.layers.values()
+    for layer in layers:
         (layer.linear_attention or layer.attention).split_sequence(cp_mesh, tp_mesh)

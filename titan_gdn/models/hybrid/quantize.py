@@ -67,13 +67,13 @@ class Candidate(NamedTuple):
 
     Attributes:
         fqn: fully qualified name.
-        config: its configuration.
+        config: its configuration, of class `Linear.Config` or `GroupedExperts.Config`.
         parent: the configuration or list that holds it.
         attr: its attribute of `parent`, or its index in a list.
     """
 
     fqn: str
-    config: Linear.Config | GroupedExperts.Config
+    config: Any
     parent: Any
     attr: Any
 
@@ -145,7 +145,7 @@ def _check_linear(
             'quantize.linear.name = "nvfp4" with tensor_parallel_degree > 1 needs parallelism.spmd_backend = '
             '"spmd_types": its kernels take plain tensors'
         )
-    if name != "float8":
+    if not isinstance(converter, Float8LinearConverter.Config):
         return
     if converter.emulate and _compiled(config):
         raise ValueError(
@@ -175,7 +175,9 @@ def _check_experts(
             f'quantize.experts.name = "{name}" needs training.mixed_precision_param = "bfloat16", the dtype '
             "of the results of quantized grouped products"
         )
-    if name == "mxfp8" and (converter.pad_multiple < 1 or converter.pad_multiple % MULTIPLE[name]):
+    if not isinstance(converter, MXFP8GroupedExpertsConverter.Config):
+        return
+    if converter.pad_multiple < 1 or converter.pad_multiple % MULTIPLE[name]:
         raise ValueError(
             f"quantize.experts.pad_multiple = {converter.pad_multiple}: expected a multiple of "
             f"{MULTIPLE[name]}, the number of tokens that share a scale"

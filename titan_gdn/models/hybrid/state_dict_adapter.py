@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 

@@ -58,7 +58,7 @@ def keys_beyond_fla():
     try:
         chunk_gated_delta_rule(q, q, q, q[..., 0], q[..., 0], backend="fla")
     except ValueError as error:
-        return {"another error": float("at most 256 channels, not 257" not in str(error))}
+        return {"another error": float("at most 256, not 257" not in str(error))}
     return {"no error": 1.0}
 
 

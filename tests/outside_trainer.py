@@ -1,6 +1,6 @@
 """A block of ours in a plain PyTorch program: `init_device_mesh`, `fully_shard`, `torch.compile`, no trainer.
 
-The README shows the same lines.
+docs/without_the_trainer.md shows the same lines.
 """
 
 import copy

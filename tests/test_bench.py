@@ -101,7 +101,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(options, words):
             LayerOptions(cp=16),
             "--exchanges all_to_all: the 8 key heads are not divisible by .* cp may be 1, 2",
         ),
-        (LayerOptions(tp=16, exchanges=("state",)), "--exchanges state: .* tensor_parallel_degree = 16"),
+        (LayerOptions(tp=16, exchanges=("state",)), "--exchanges state: .*tensor_parallel_degree = 16"),
         (LayerOptions(cp=4, tokens=16, exchanges=("state",)), "--exchanges state: segments of 2 tokens"),
     ],
 )

@@ -228,9 +228,9 @@ def test_heads_that_do_not_divide_are_refused_with_the_three_numbers():
 
 
 def test_lengths_that_do_not_divide_are_refused_with_what_divides_them():
-    assert "2 * context_parallel_degree = 8" in refused(CP, "4", "--training.seq_len", "500")
+    assert "2 * parallelism.context_parallel_degree = 8" in refused(CP, "4", "--training.seq_len", "500")
     said = refused(CP, "2", TP, "2", "--training.seq_len", "500", "--training.local_batch_size", "1")
-    assert "2 * context_parallel_degree = 4 times tensor_parallel_degree = 2" in said
+    assert "2 * parallelism.context_parallel_degree = 4 times parallelism.tensor_parallel_degree = 2" in said
 
 
 def test_flex_attention_wants_whole_blocks(monkeypatch):
@@ -240,7 +240,7 @@ def test_flex_attention_wants_whole_blocks(monkeypatch):
     monkeypatch.setattr(model, "device_type", "cuda")
     config = model.Qwen3NextArguments().config()
     assert isinstance(config.first_attention.inner_attention, DocumentFlexAttention.Config)
-    assert "128 * context_parallel_degree = 256" in refused(
+    assert "128 * parallelism.context_parallel_degree = 256" in refused(
         CP, "2", "--training.seq_len", "640", world_size=2
     )
 

@@ -14,6 +14,7 @@ from tests.quantize_cases import configured, emulated
 from titan_gdn.bench.options import LayerOptions
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.hybrid import activation_checkpoint
+from titan_gdn.models.hybrid.block import linear_layers
 from titan_gdn.models.hybrid.exchange_choice import choice_of, saved_exchanges
 from titan_gdn.parallel.collectives import ALL_GATHER, ALL_TO_ALL
 from titan_gdn.parallel.exchange import registry
@@ -72,7 +73,7 @@ def load(exchange, *argv):
 
 
 def test_the_configuration_accepts_it_and_lists_it(monkeypatch):
-    (name,) = {layer.run.exchange for layer in load("mine").model_spec.model.linear_layers()}
+    (name,) = {layer.run.exchange for layer in linear_layers(load("mine").model_spec.model.layers)}
     assert name == "mine"
     with pytest.raises(ConfigError) as error:
         load("min")
@@ -112,14 +113,14 @@ def test_the_planner_plans_it(mine, capsys, monkeypatch):
 def test_auto_takes_it_when_it_is_the_cheapest(mine, monkeypatch, caplog):
     config = load("auto")
     config.model_spec.model.update_from_config(config=config)
-    assert all(layer.run.exchange != "mine" for layer in config.model_spec.model.linear_layers())
+    assert all(layer.run.exchange != "mine" for layer in linear_layers(config.model_spec.model.layers))
 
     nothing = Traffic(PassCost(), PassCost(), transient=0, kept=0)
     monkeypatch.setattr(mine, "traffic", staticmethod(lambda shape, batch: nothing))
     config = load("auto")
     with caplog.at_level("INFO"):
         config.model_spec.model.update_from_config(config=config)
-    assert all(layer.run.exchange == "mine" for layer in config.model_spec.model.linear_layers())
+    assert all(layer.run.exchange == "mine" for layer in linear_layers(config.model_spec.model.layers))
     assert "Exchange of Gated DeltaNet at CP 2, TP 1: mine (" in caplog.text
 
 
@@ -183,7 +184,7 @@ def test_selective_checkpointing_follows_what_it_saves(mine, monkeypatch):
         config = load("mine", "--activation_checkpoint.mode", "selective")
         assert ("mine" in saved_exchanges(config)) != again
         model = config.model_spec.model
-        recomputed = choice_of(model, model.linear_layers()[0], config).costs["mine"].recompute
+        recomputed = choice_of(model, linear_layers(model.layers)[0], config).costs["mine"].recompute
         assert (recomputed > 0) == again
     config.activation_checkpoint = torchtitans.SelectiveAC.Config()
     assert saved_exchanges(config) == ()

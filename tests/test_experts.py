@@ -100,7 +100,7 @@ REFUSED = {
     f"{EP} 8 --parallelism.data_parallel_replicate_degree 2": "expected a divisor of 4",
     f"{EP} 8 --model.overrides.n_experts 12": "the 12 experts; possible degrees: 1, 2, 3, 4, 6, 12",
     f"{EP} 2 --model.overrides.n_experts 0": "no experts, so set it to 1",
-    f"{EP} 2 {TP} 4 {NO_SP} --training.seq_len 258": "258 is not divisible by .* tensor_parallel_degree = 4",
+    f"{EP} 2 {TP} 4 {NO_SP} --training.seq_len 258": "258 is not divisible by .*tensor_parallel_degree = 4",
     f"{EP} 2 --model.overrides.n_experts 8 --model.overrides.expert_hidden_dim 72": "into 16 parts",
     "--model.overrides.n_experts 8 --model.overrides.expert_hidden_dim 72": "into 32 parts",
 }

@@ -112,7 +112,9 @@ def test_preflight_says_why_fla_cannot_run(machine, words):
 def test_auto_does_without_fla_and_says_why_once(monkeypatch):
     monkeypatch.setattr(backends, "why_not_fla", lambda device: "It is a test.")
     backends._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="It is a test. The PyTorch backend runs instead") as told:
+    with pytest.warns(
+        UserWarning, match="It is a test. The PyTorch backend, which is slower, runs instead"
+    ) as told:
         assert [backends.resolve("auto", torch.device("cuda")) for _ in range(2)] == ["torch", "torch"]
     assert len(told) == 1
     with pytest.raises(ValueError, match="backend = 'fla': It is a test."):

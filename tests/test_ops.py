@@ -309,10 +309,10 @@ def test_one_token_may_forget_everything(rule, strongest):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"v": torch.zeros(1, 5, 3, 4)}, "H dividing HV"),
-        ({"g": torch.zeros(1, 5, 3)}, "as q and v say"),
-        ({"cu_seqlens": torch.tensor([0, 5]), "batch": 2}, "fold"),
-        ({"backend": "cuda"}, "'auto', 'fla' and 'torch'"),
+        ({"v": torch.zeros(1, 5, 3, 4)}, "HV is a multiple of H"),
+        ({"g": torch.zeros(1, 5, 3)}, "to fit q and v"),
+        ({"cu_seqlens": torch.tensor([0, 5]), "batch": 2}, "reshape"),
+        ({"backend": "cuda"}, "'auto', 'fla' or 'torch'"),
         ({"q": torch.zeros(1, 5, 2, 4, dtype=torch.long)}, "floating point, not int64"),
     ],
 )

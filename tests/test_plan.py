@@ -229,9 +229,9 @@ def test_sweeps_and_plots_are_refused_before_anything_is_read(refused, option, w
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--parallelism.tensor_parallel_degree 3", "does not"),
+        ("--parallelism.tensor_parallel_degree 3", "product of WORLD_SIZE = 64"),
         ("--linear_attention.exchange all_to_all --parallelism.context_parallel_degree 4", "16 key heads"),
-        ("--training.seq_len 1000064", "128 * context_parallel_degree"),  # of FlexAttention, on GPUs
+        ("--training.seq_len 1000064", "128 * parallelism.context"),  # of FlexAttention, on GPUs
         ("--training.seq_len 2097152", "rotary"),
         ("--sweep cp=5,7 --plot cp.png", "--plot: all values of the sweep are impossible"),
         ("--parallelism.context_parallel_degree 1 --sweep seq_len=8192 --plot cp.png", "--plot: without"),

@@ -442,15 +442,15 @@ def test_where_heads_do_not_divide_auto_takes_states(cp, tp):
     told(choice)
     possible = ", ".join(str(x) for x in (1, 2, 4, 8, 16) if 16 % (tp * x) == 0)
     for reason in choice.impossible.values():
-        assert f"16 key heads are not divisible by tensor_parallel_degree = {tp} times" in reason
-        assert f"context_parallel_degree = {cp}; with this tp, cp may be {possible}, or any number" in reason
+        assert f"16 key heads are not divisible by parallelism.tensor_parallel_degree = {tp} times" in reason
+        assert f"parallelism.context_parallel_degree = {cp}; with this tp, cp may be {possible}, or" in reason
         assert 'exchange = "state", which only needs heads that are divisible by tp' in reason
 
 
 def test_segments_shorter_than_the_convolution_looks_back_cannot_hand_on():
     assert impossible("state", QWEN3_NEXT, sharded(4, length=24)) is None
     reason = impossible("state", QWEN3_NEXT, sharded(4, length=16))
-    assert "segments of 2 tokens (seq_len = 16 over 8) are shorter than the 3 tokens" in reason
+    assert "segments of 2 tokens (training.seq_len = 16 over 8) are shorter than the 3 tokens" in reason
     assert impossible("state", QWEN3_NEXT, sharded(4, length=16, order="contiguous")) is None
     assert impossible("state", QWEN3_NEXT, sharded(1, length=2)) is None
     with pytest.raises(
@@ -583,8 +583,8 @@ def test_heads_that_do_not_divide_are_refused_of_head_exchanges_and_left_to_stat
             f'linear_attention.exchange = "{name}" of Gated DeltaNet: the 4 key heads are not divisible'
             in said
         )
-        assert "tensor_parallel_degree = 4 times context_parallel_degree = 2" in said
-        assert 'or any number with exchange = "state"' in said
+        assert "tensor_parallel_degree = 4 times parallelism.context_parallel_degree = 2" in said
+        assert 'or any number with linear_attention.exchange = "state"' in said
     assert chosen(load(*mesh, "--linear_attention.exchange", "state", world_size=8), caplog)[0] == "state"
     name, (line,) = chosen(load(*mesh, world_size=8), caplog)
     assert name == "state" and "impossible: all_to_all and all_gather, because the 4 key heads" in line

@@ -4,9 +4,13 @@ import logging
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from titan_gdn.runtime import cpu
 from titan_gdn.runtime.silence import silence_libraries
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
 
 _HARMLESS = (
     "initial_load_model_only=True has no effect",  # it is TorchTitan's own default
@@ -60,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     _run(config)
 
 
-def _run(config: "Trainer.Config") -> None:  # noqa: F821 (imported late, after cpu.enable)
+def _run(config: "Trainer.Config") -> None:
     import torch
     from torchtitan.tools.logging import logger
 
@@ -77,7 +81,7 @@ def _run(config: "Trainer.Config") -> None:  # noqa: F821 (imported late, after 
     logger.info(f"Outputs are in {os.path.abspath(config.dump_folder)}")
 
 
-def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:  # noqa: F821 (imported late)
+def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:
     """The rank whose metrics TorchTitan logs. With pipeline stages, it is one that computes the loss."""
     from torchtitan.components import metrics
     from torchtitan.distributed import ParallelDims

@@ -93,7 +93,11 @@ def draw(swept: dict[int, dict[int, Point]], path: Path) -> None:
             list(taken), list(taken.values()), s=170, facecolors="none", edgecolors="#1f2328", label="auto"
         )
         axes.set(
-            xscale="log", yscale="log", xlabel="context_parallel_degree", title=f"TP {tp}", ylim=(4, 500)
+            xscale="log",
+            yscale="log",
+            xlabel="context_parallel_degree",
+            title=f"Qwen3-Next, 1,048,576 tokens, TP {tp}",
+            ylim=(4, 500),
         )
         axes.set_xticks(CP, [str(cp) for cp in CP])
         axes.set_yticks([5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"])

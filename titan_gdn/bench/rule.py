@@ -134,7 +134,8 @@ def peak_memory(rule: Rule, inputs: list[Tensor]) -> int:
 
 def _peak_of_allocations(profiler: profile) -> int:
     """Peak bytes that the CPU allocator had handed out. Exact, unlike the size of the process."""
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    profiled: Any = profiler.profiler  # torch declares its results as optional
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -148,7 +149,7 @@ def matrix_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.1) -> f
     a = torch.randn(size, size, device=DEVICE, dtype=dtype)
     best, end = 0.0, _now() + seconds
     while (start := _now()) < end:
-        a @ a
+        torch.mm(a, a)
         best = max(best, 2 * size**3 / (_now() - start))
     return best
 

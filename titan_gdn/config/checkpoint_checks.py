@@ -7,7 +7,7 @@ step that is named; without a step, `initial_load_path` or Hugging Face files. R
 import os
 import re
 
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.checkpointer import TRAIN_STATE
 from torchtitan.trainer import Trainer
 

@@ -60,10 +60,12 @@ def docs_of(config: type) -> dict[str, str]:
     for kind in reversed(config.__mro__):
         if not is_dataclass(kind):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-        for field, below in pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                docs[field.target.id] = _first_paragraph(ast.literal_eval(below.value))
+        definition = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for statements in pairwise(definition.body):
+            match statements:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=doc):
+                    docs[name] = _first_paragraph(ast.literal_eval(doc))
     return docs
 
 

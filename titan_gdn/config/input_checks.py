@@ -2,21 +2,20 @@
 
 import json
 import os
+from typing import Any
 
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.trainer import Trainer
 
 from titan_gdn.config.source import ConfigError
 from titan_gdn.data.text_files import list_files
 
 
-def check_tokenizer(config: Trainer.Config) -> None:
+def check_tokenizer(folder: str, model: Any) -> None:
     """Check that the tokenizer's folder exists and the embedding has a row for each of its tokens.
 
     Raises:
         ConfigError: They do not, or the tokenizer cannot be read.
     """
-    folder = config.hf_assets_path
     if not os.path.isdir(folder):
         raise ConfigError(f'model.hf_assets_path = "{folder}": there is no such folder')
     file = os.path.join(folder, "tokenizer.json")
@@ -33,7 +32,7 @@ def check_tokenizer(config: Trainer.Config) -> None:
             f'model.hf_assets_path = "{folder}": its tokenizer.json is not a Hugging Face tokenizer '
             f"({type(error).__name__}: {error})"
         ) from error
-    rows = getattr(config.model_spec.model, "vocab_size", tokens)
+    rows = getattr(model, "vocab_size", tokens)
     if tokens > rows:
         raise ConfigError(
             f"model.overrides.vocab_size = {rows}: expected at least {tokens}, because the tokenizer in "

@@ -108,4 +108,6 @@ def _param_group(table: SourcedValue) -> ParamGroupConfig:
         re.compile(group["pattern"])
     except re.error as error:
         raise given["pattern"].error(f"expected a regular expression: {error}") from None
-    return ParamGroupConfig(**group | {"optimizer_kwargs": kwargs})
+    return ParamGroupConfig(
+        pattern=group["pattern"], optimizer_name=group["optimizer_name"], optimizer_kwargs=kwargs
+    )

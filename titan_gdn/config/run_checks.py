@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torchtitan.config import ParallelismConfig
@@ -29,7 +30,7 @@ def check(config: Trainer.Config, world_size: int) -> None:
         world_size = _dry_ranks()
     check_run(config, world_size)
     _check_device(config)
-    check_tokenizer(config)
+    check_tokenizer(config.hf_assets_path, _model(config))
     check_checkpoint(config)
     check_data("dataloader", config.dataloader)
     if config.validator.enable:
@@ -57,7 +58,54 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
     shard = _check_degrees(config.parallelism, world_size)
     _check_sizes(config, world_size)
     _check_numbers(config)
-    backend, backends = config.compile.backend, torch._dynamo.list_backends(exclude_tags=())
+    _check_supported(config, world_size)
+    resolved = replace(config.parallelism, data_parallel_shard_degree=shard)
+    _raised(_model(config).check, replace(config, parallelism=resolved))
+    # The loss computes the logits of one chunk of the sequence at a time, to save memory.
+    chunks = getattr(config.loss, "num_chunks", 1) * config.parallelism.context_parallel_degree
+    if config.training.seq_len % chunks:
+        raise ConfigError(
+            f"training.seq_len = {config.training.seq_len}: expected a multiple of {chunks} (the number of "
+            "chunks of the loss times parallelism.context_parallel_degree)"
+        )
+
+
+def _model(config: Trainer.Config) -> Any:
+    """The model's configuration, a `HybridModel.Config`; TorchTitan annotates its base class."""
+    assert config.model_spec is not None
+    return config.model_spec.model
+
+
+def _raised(check: Callable[..., None], *args: Trainer.Config) -> None:
+    """Run a check that raises ValueError, and raise its error as a ConfigError."""
+    try:
+        check(*args)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_device(config: Trainer.Config) -> None:
+    """Features that this machine lacks."""
+    _raised(_model(config).check_device)
+    if device_type != "cpu":
+        return
+    if config.training.enable_cpu_offload:
+        raise ConfigError(
+            "training.enable_cpu_offload = true: without a GPU, everything is on the CPU already; remove it"
+        )
+    if config.profiler.enable_memory_snapshot:
+        raise ConfigError(
+            "profiler.enable_memory_snapshot = true: it records GPU memory, and there is no GPU; remove it"
+        )
+    if getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
+        raise ConfigError(
+            'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Possible: disabled, async.'
+        )
+
+
+def _check_supported(config: Trainer.Config, world_size: int) -> None:
+    """Options that TorchTitan has, but not for every value or not with this project's layers."""
+    backend, backends = config.compile.backend, torch.compiler.list_backends(exclude_tags=())
     if config.compile.enable and backend not in backends:
         raise ConfigError(f'compile.backend = "{backend}" is unknown.{one_of(backend, backends)}')
     budget = getattr(config.activation_checkpoint, "memory_budget", 1.0)
@@ -75,42 +123,6 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
     if config.checkpoint.create_seed_checkpoint and not (config.checkpoint.enable and world_size == 1):
         raise ConfigError(
             "checkpoint.create_seed_checkpoint = true needs checkpoint.enable = true and a single rank"
-        )
-    resolved = replace(config.parallelism, data_parallel_shard_degree=shard)
-    _raised(config.model_spec.model.check, replace(config, parallelism=resolved))
-    # The loss computes the logits of one chunk of the sequence at a time, to save memory.
-    chunks = getattr(config.loss, "num_chunks", 1) * config.parallelism.context_parallel_degree
-    if config.training.seq_len % chunks:
-        raise ConfigError(
-            f"training.seq_len = {config.training.seq_len}: expected a multiple of {chunks} (the number of "
-            "chunks of the loss times parallelism.context_parallel_degree)"
-        )
-
-
-def _raised(check: Callable[..., None], *args: Trainer.Config) -> None:
-    """Run a check that raises ValueError, and raise its error as a ConfigError."""
-    try:
-        check(*args)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _check_device(config: Trainer.Config) -> None:
-    """Features that this machine lacks."""
-    _raised(config.model_spec.model.check_device)
-    if device_type != "cpu":
-        return
-    if config.training.enable_cpu_offload:
-        raise ConfigError(
-            "training.enable_cpu_offload = true: without a GPU, everything is on the CPU already; remove it"
-        )
-    if config.profiler.enable_memory_snapshot:
-        raise ConfigError(
-            "profiler.enable_memory_snapshot = true: it records GPU memory, and there is no GPU; remove it"
-        )
-    if getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
-        raise ConfigError(
-            'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Possible: disabled, async.'
         )
 
 

@@ -158,12 +158,13 @@ class TextFiles(IterableDataset, Stateful):
         self._token = 0  # in the file
 
     def __iter__(self) -> Iterator[Row]:
+        mine: list[Row] = []
         for number, row in enumerate(self._rows()):
             turn = number % self._dp_world_size
             if turn == self._dp_rank:
-                mine = row
+                mine.append(row)
             if turn == self._dp_world_size - 1:
-                yield mine
+                yield mine.pop()
         logger.warning(f"text_files: all {len(self._files)} files were read once; the data ends here")
 
     def _rows(self) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Pure functions on local tensors. Importing them imports neither TorchTitan nor FLA."""
+"""Operators: pure functions of local tensors. Importing them imports neither TorchTitan nor FLA."""
 
 from titan_gdn.ops.causal_conv1d import causal_conv1d
 from titan_gdn.ops.document_attention import document_attention

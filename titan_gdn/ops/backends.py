@@ -1,4 +1,4 @@
-"""Which kernels an operator runs: FLA's (Triton) or PyTorch's."""
+"""Chooses the kernels of an operator: FLA's (Triton) or PyTorch's."""
 
 import functools
 import importlib.metadata
@@ -20,15 +20,15 @@ def resolve(backend: Backend, device: torch.device) -> Literal["fla", "torch"]:
     """Choose the backend for tensors on a device.
 
     Args:
-        backend: "fla", "torch", or "auto": FLA's kernels on a GPU that they run on, PyTorch elsewhere. Where
-            a GPU has to do without them, a warning says why, once.
-        device: where the tensors are.
+        backend: "fla", "torch", or "auto", which chooses FLA's kernels on a GPU that can run them and PyTorch
+            elsewhere. On a GPU that cannot run them, it warns once and says why.
+        device: the device of the tensors.
 
     Raises:
-        ValueError: an unknown backend, or "fla" where its kernels do not run.
+        ValueError: the backend is unknown, or it is "fla" and FLA's kernels cannot run on the device.
     """
     if backend not in get_args(Backend):
-        raise ValueError(f"backend {backend!r} is unknown; possible are 'auto', 'fla' and 'torch'")
+        raise ValueError(f"backend {backend!r} is unknown: expected 'auto', 'fla' or 'torch'")
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch"
     reason = why_not_fla(device)
@@ -40,14 +40,14 @@ def resolve(backend: Backend, device: torch.device) -> Literal["fla", "torch"]:
     return "torch"
 
 
-# torch.compile calls the function while it traces and takes the answer for a constant. This is what
-# torch.compiler.assume_constant_result sets, but that imports torch._dynamo, which takes 2 s.
+# torch.compile then calls the function while it traces and treats the result as a constant.
+# torch.compiler.assume_constant_result sets the same attribute, but importing it takes 2 s (torch._dynamo).
 resolve._dynamo_marked_constant = True
 
 
 @functools.cache
 def why_not_fla(device: torch.device) -> str | None:
-    """Why FLA's kernels cannot run on a device of this process, in a sentence; None if they can."""
+    """Return a sentence that says why FLA's kernels cannot run on this device, or None if they can."""
     hopper = (
         device.type == "cuda"
         and torch.version.hip is None
@@ -65,14 +65,14 @@ def why_not_fla(device: torch.device) -> str | None:
 def reason_against_fla(
     *, gpu: bool, hopper: bool, fla: str | None, triton: str | None, tilelang: bool
 ) -> str | None:
-    """Why FLA's kernels cannot run, in a sentence; None if they can.
+    """Return a sentence that says why FLA's kernels cannot run, or None if they can.
 
     Args:
-        gpu: tensors are on a GPU, or Triton's interpreter takes its place.
-        hopper: it is an NVIDIA GPU of compute capability 9.
-        fla: the version that is installed, None without.
-        triton: likewise.
-        tilelang: TileLang is installed, with the compiler that it needs.
+        gpu: the tensors are on a GPU, or Triton's interpreter replaces it.
+        hopper: the GPU is an NVIDIA GPU of compute capability 9.
+        fla: the installed version of FLA, None if it is not installed.
+        triton: the installed version of Triton, None if it is not installed.
+        tilelang: TileLang is installed, and so is the compiler that it needs.
     """
     if fla is None:
         return f"FLA is not installed: pip install 'flash-linear-attention>={OLDEST_FLA}'."
@@ -92,7 +92,7 @@ def reason_against_fla(
 
 
 def _version(*names: str) -> str | None:
-    """The version of the first of these packages that is installed. Importing FLA would take seconds."""
+    """Return the version of the first package that is installed. Importing FLA to ask it takes seconds."""
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -102,7 +102,7 @@ def _version(*names: str) -> str | None:
 
 
 def _has_nvcc() -> bool:
-    """FLA takes TileLang only where it finds this compiler."""
+    """FLA uses TileLang only if it finds this compiler."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     folders = [os.environ.get("PATH", ""), *(os.path.join(home, "bin") for home in homes if home)]
     return shutil.which("nvcc", path=os.pathsep.join(folders)) is not None
@@ -110,4 +110,4 @@ def _has_nvcc() -> bool:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    warnings.warn(f"{reason} The PyTorch backend runs instead, which is slower.", stacklevel=2)
+    warnings.warn(f"{reason} The PyTorch backend, which is slower, runs instead.", stacklevel=2)

@@ -1,4 +1,4 @@
-"""How packed documents are cut into chunks, in the order in which a chunked rule runs over them."""
+"""Splits packed documents into chunks, in the order in which a chunked rule processes them."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from titan_gdn.ops.documents import check_documents
 
 CHUNK = 64
-"""Tokens a chunk, at most. Chunks start afresh at each document."""
+"""The most tokens of a chunk. Every document starts a new chunk."""
 
 MATRICES_AT_ONCE = {"cpu": 64, "cuda": 4096}
-"""Chunks times value heads whose products are formed together: what fits a CPU's cache, or fills a GPU."""
+"""Chunks times value heads of a batched product: what fits into a CPU's cache, or keeps a GPU busy."""
 
 
 class Piece(NamedTuple):
-    """Chunks of one step, side by side: `[first, last)` of a block, with the states `[low, high)`."""
+    """Chunks `[first, last)` of a block, all of one step, which read and write the states `[low, high)`."""
 
     first: int
     last: int
@@ -24,14 +24,14 @@ class Piece(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Some chunks, whose batched products are formed together.
+    """Consecutive chunks of the plan, whose products are computed in one batch.
 
     Attributes:
-        first: the block's first chunk, of all chunks.
-        pieces: its steps in the order of time.
-        tokens: `[N * CHUNK]` int64, the token of each row, 0 for the rows that fill up a chunk.
-        rows: int64, the rows that are tokens; None if all are.
-        filling: int64, the rows that are not; None if there are none.
+        first: the index of the block's first chunk in the plan.
+        pieces: the steps of the block, in order of time.
+        tokens: `[N * CHUNK]` int64, the token of each row; 0 for padding rows.
+        rows: int64, the rows that are tokens; None if every row is.
+        filling: int64, the padding rows; None if there are none.
     """
 
     first: int
@@ -42,18 +42,18 @@ class Block(NamedTuple):
 
     @property
     def chunks(self) -> slice:
-        """The block's chunks, of all chunks."""
+        """The block's chunks among those of the plan."""
         return slice(self.first, self.first + self.pieces[-1].last)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Tokens `[tokens, ...]` to chunks `[N, CHUNK, ...]`, zero where a chunk is filled up."""
+        """Gather tokens `[tokens, ...]` into chunks `[N, CHUNK, ...]`; padding rows are zero."""
         out = x.index_select(0, self.tokens)
         if self.filling is not None:
             out.index_fill_(0, self.filling, 0)
         return out.unflatten(0, (-1, CHUNK))
 
     def scatter(self, out: Tensor, x_NC: Tensor) -> None:
-        """Write chunks `[N, CHUNK, ...]` to their tokens of `out` `[tokens, ...]`."""
+        """Write chunks `[N, CHUNK, ...]` to the rows of `out` `[tokens, ...]` that they came from."""
         x, tokens = x_NC.flatten(0, 1).to(out.dtype), self.tokens
         if self.rows is not None:
             x, tokens = x.index_select(0, self.rows), tokens.index_select(0, self.rows)
@@ -63,12 +63,12 @@ class Block(NamedTuple):
 class ChunkPlan(NamedTuple):
     """The chunks of `N` documents, step by step: step `s` holds chunk `s` of every document that has one.
 
-    Documents stand in the order of their number of chunks, longest first, so that the documents that
-    are still running at a step are a prefix of the states.
+    The documents are sorted by their number of chunks, longest first, so that the documents that are not
+    finished at a step are a prefix of the states.
 
     Attributes:
-        documents: `[N]` int64, the document that each state belongs to.
-        blocks: the chunks in the order of time.
+        documents: `[N]` int64, the document of each state.
+        blocks: the chunks in order of time.
     """
 
     documents: Tensor
@@ -76,18 +76,18 @@ class ChunkPlan(NamedTuple):
 
 
 def max_chunks(tokens: int, documents: int) -> int:
-    """A bound on the number of chunks that needs no offsets: `ceil(tokens / CHUNK) + documents`."""
+    """An upper bound on the number of chunks, without the offsets: `ceil(tokens / CHUNK) + documents`."""
     return (tokens + CHUNK - 1) // CHUNK + documents
 
 
 def plan_chunks(cu_seqlens_cpu: Tensor, tokens: int, heads: int, device: torch.device) -> ChunkPlan:
-    """Cut documents into chunks.
+    """Split documents into chunks.
 
     Args:
         cu_seqlens_cpu: `[N + 1]` integers on the CPU, the offsets of the documents.
-        tokens: how many they cut.
-        heads: value heads, each of which has a matrix a chunk.
-        device: where the index tensors are wanted.
+        tokens: the total number of tokens.
+        heads: value heads, each of which has its own matrices in every chunk.
+        device: the device of the index tensors in the result.
 
     Raises:
         ValueError: see `check_documents`.
@@ -120,7 +120,7 @@ def plan_chunks(cu_seqlens_cpu: Tensor, tokens: int, heads: int, device: torch.d
 
 
 def _pieces(running: list[int], at_once: int) -> list[list[Piece]]:
-    """Steps of `running[s]` chunks each, grouped into blocks of at most `at_once` chunks."""
+    """Group the steps, of `running[s]` chunks each, into blocks of at most `at_once` chunks."""
     blocks: list[list[Piece]] = []
     room = 0
     for count in running:

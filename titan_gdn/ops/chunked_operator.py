@@ -1,6 +1,6 @@
-"""A chunked rule as an operator of PyTorch, forward and backward, on whatever device the tensors are.
+"""Defines a chunked rule as a PyTorch custom operator with a backward pass, on any device.
 
-Nothing of the length of the sequence is kept but inputs, outputs and one state per chunk.
+The backward pass keeps the inputs, the outputs and one state per chunk, and recomputes the rest.
 """
 
 from typing import NamedTuple, Protocol
@@ -15,27 +15,28 @@ from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, chunks_backward, 
 L2NORM_EPS = 1e-6
 
 
-class Rule(Protocol):
-    """The decay of a rule: what it makes of a block's queries, keys, values and gates."""
+class Decay(Protocol):
+    """The part of a rule that depends on its kind of decay, for one block."""
 
     shares_keys: bool
-    """The value heads of a key head use the same keys; else each has a copy of them, and `R` is 1."""
+    """Whether the value heads of a key head share its keys. If not, each has a copy of them, and `R` is 1."""
 
     chunks: Chunks
 
     def __init__(
-        self, qk_NHDK: Tensor, v_NHRCV: Tensor, g_NHRC: Tensor, beta_NHRC: Tensor, scale: float
+        self, qk_NHDK: Tensor, v_NHRCV: Tensor, g_NHRC: Tensor, beta_NHRC: Tensor, scale: float, /
     ) -> None:
-        """`g` has a last dimension `K` where decays are per channel."""
+        """Compute `chunks`. With a decay per channel, `g` has a last dimension `K`."""
 
     def backward(self, gradients: ChunkGradients) -> tuple[Tensor, Tensor]:
-        """Gradients of `qk` and `g`."""
+        """Compute the gradients of `qk` and `g`."""
+        ...
 
 
 class _Loaded(NamedTuple):
-    rule: Rule
+    decay: Decay
     qk_NHDK: Tensor
-    rstd_NHD1: Tensor | None  # what q and k were multiplied by
+    rstd_NHD1: Tensor | None  # the factor that normalizes q and k
 
     def d_qk(self, d_qk_NHDK: Tensor) -> Tensor:
         if self.rstd_NHD1 is None:
@@ -45,7 +46,7 @@ class _Loaded(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The operator's inputs with batch and sequence folded, and the chunks they are cut into."""
+    """The operator's inputs with batch and sequence flattened, and the plan of their chunks."""
 
     q_THK: Tensor
     k_THK: Tensor
@@ -57,7 +58,7 @@ class _Tokens(NamedTuple):
     scale: float
     l2norm: bool
 
-    def load(self, rule: type[Rule], block: Block) -> _Loaded:
+    def load(self, decay: type[Decay], block: Block) -> _Loaded:
         q, k, v, g, beta = (block.gather(x) for x in self[:5])
         copies = v.shape[2] // q.shape[2]
         if copies > 1:
@@ -68,7 +69,7 @@ class _Tokens(NamedTuple):
         if self.l2norm:
             rstd = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(L2NORM_EPS).rsqrt_()
             qk *= rstd
-        return _Loaded(rule(qk, v, g, beta, self.scale), qk, rstd)
+        return _Loaded(decay(qk, v, g, beta, self.scale), qk, rstd)
 
     def scatter(self, block: Block, gradients: list[Tensor], in_chunks: tuple[Tensor, ...]) -> None:
         """Write a block's gradients of `q, k` `[N, H, C, K]` and `v, g, beta` `[N, H, R, C, ...]`."""
@@ -81,7 +82,7 @@ class _Tokens(NamedTuple):
 
 
 def _fold(
-    rule: type[Rule],
+    decay: type[Decay],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -94,14 +95,14 @@ def _fold(
     batch, length, _, _ = q.shape
     if cu_seqlens_cpu is None:
         cu_seqlens_cpu = torch.arange(batch + 1) * length
-    v, g, beta = (x.flatten(0, 1).unflatten(1, (_heads(rule, q, v), -1)) for x in (v, g, beta))
+    v, g, beta = (x.flatten(0, 1).unflatten(1, (_heads(decay, q, v), -1)) for x in (v, g, beta))
     plan = plan_chunks(cu_seqlens_cpu, batch * length, v.shape[1] * v.shape[2], q.device)
     return _Tokens(q.flatten(0, 1), k.flatten(0, 1), v, g, beta, plan, _compute_dtype(q), scale, l2norm)
 
 
-def _heads(rule: type[Rule], q: Tensor, v: Tensor) -> int:
-    """Heads whose keys differ in the rule."""
-    return q.shape[2] if rule.shares_keys else v.shape[2]
+def _heads(decay: type[Decay], q: Tensor, v: Tensor) -> int:
+    """The number of heads that have keys of their own."""
+    return q.shape[2] if decay.shares_keys else v.shape[2]
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
@@ -112,15 +113,15 @@ def _documents(q: Tensor, cu_seqlens_cpu: Tensor | None) -> int:
     return q.shape[0] if cu_seqlens_cpu is None else cu_seqlens_cpu.shape[0] - 1
 
 
-def _new_states(rule: type[Rule], q: Tensor, v: Tensor, count: int) -> Tensor:
-    """`[count, H, K, R, V]`, as the chunks have them."""
-    heads = _heads(rule, q, v)
+def _new_states(decay: type[Decay], q: Tensor, v: Tensor, count: int) -> Tensor:
+    """Zeros `[count, H, K, R, V]`, the layout of states inside the operator."""
+    heads = _heads(decay, q, v)
     shape = (count, heads, q.shape[3], v.shape[2] // heads, v.shape[3])
     return torch.zeros(shape, dtype=_compute_dtype(q), device=q.device)
 
 
 def _to_states(state: Tensor | None, tokens: _Tokens) -> Tensor:
-    """`[documents, R*H, K, V]`, or None for 0, to `[documents, H, K, R, V]` in the plan's order."""
+    """Sort states `[documents, H*R, K, V]` (None: zeros) by the plan, as `[documents, H, K, R, V]`."""
     _, heads, R, V = tokens.v_THRV.shape
     if state is None:
         shape = (len(tokens.plan.documents), heads, tokens.q_THK.shape[2], R, V)
@@ -135,11 +136,11 @@ def _from_states(states: Tensor, tokens: _Tokens) -> Tensor:
     return out
 
 
-def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
+def define(name: str, decay: type[Decay]) -> tuple[CustomOpDef, CustomOpDef]:
     """Register `titan_gdn::<name>` and `titan_gdn::<name>_backward`.
 
-    Arguments and results are those of `titan_gdn.ops.chunk_gated_delta_rule`, all of them given, and as the
-    last result the state that each chunk received, for the backward.
+    They take the arguments of `titan_gdn.ops.chunk_gated_delta_rule`, none of them optional. The forward
+    operator also returns the state that each chunk received, for the backward pass.
     """
 
     @torch.library.custom_op(f"titan_gdn::{name}", mutates_args=())
@@ -154,14 +155,14 @@ def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
         cu_seqlens_cpu: Tensor | None,
         l2norm: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = _fold(rule, q, k, v, g, beta, scale, cu_seqlens_cpu, l2norm)
+        tokens = _fold(decay, q, k, v, g, beta, scale, cu_seqlens_cpu, l2norm)
         documents = _documents(q, cu_seqlens_cpu)
         state = _to_states(initial_state, tokens)
-        received = _new_states(rule, q, v, max_chunks(q.shape[0] * q.shape[1], documents))
+        received = _new_states(decay, q, v, max_chunks(q.shape[0] * q.shape[1], documents))
         out = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
         with torch.autocast(q.device.type, enabled=False):
             for block in tokens.plan.blocks:
-                chunks = tokens.load(rule, block).rule.chunks
+                chunks = tokens.load(decay, block).decay.chunks
                 out_NHRCV = chunks_forward(chunks, block.pieces, state, received[block.chunks])
                 block.scatter(out.view(tokens.v_THRV.shape), out_NHRCV.movedim(3, 1))
         return out, _from_states(state, tokens), received
@@ -170,7 +171,7 @@ def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
     def _(q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, l2norm):  # noqa: ANN001, ANN202
         documents = _documents(q, cu_seqlens_cpu)
         out = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
-        received = _new_states(rule, q, v, max_chunks(q.shape[0] * q.shape[1], documents))
+        received = _new_states(decay, q, v, max_chunks(q.shape[0] * q.shape[1], documents))
         return out, received.new_empty((documents, v.shape[2], q.shape[3], v.shape[3])), received
 
     @torch.library.custom_op(f"titan_gdn::{name}_backward", mutates_args=())
@@ -188,23 +189,26 @@ def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
         d_out: Tensor | None,
         d_final: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        tokens = _fold(rule, q, k, v, g, beta, scale, cu_seqlens_cpu, l2norm)
+        tokens = _fold(decay, q, k, v, g, beta, scale, cu_seqlens_cpu, l2norm)
         d_state = _to_states(d_final, tokens)
         d_out = torch.zeros_like(v, dtype=q.dtype) if d_out is None else d_out
         d_out_THRV = d_out.reshape(tokens.v_THRV.shape)
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
-        folded = [grad.view(x.shape) for grad, x in zip(grads, tokens[:5], strict=True)]
+        dq, dk, dv, dg, dbeta = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)
+        )
+        folded = [grad.view(x.shape) for grad, x in zip((dq, dk, dv, dg, dbeta), tokens[:5], strict=True)]
         with torch.autocast(q.device.type, enabled=False):
             for block in reversed(tokens.plan.blocks):
-                loaded = tokens.load(rule, block)
+                loaded = tokens.load(decay, block)
                 d_out_NHRCV = block.gather(d_out_THRV).movedim(1, 3)
                 gradients = chunks_backward(
-                    loaded.rule.chunks, block.pieces, received[block.chunks], d_state, d_out_NHRCV
+                    loaded.decay.chunks, block.pieces, received[block.chunks], d_state, d_out_NHRCV
                 )
-                d_qk, dg = loaded.rule.backward(gradients)
-                dq, dk = loaded.d_qk(d_qk).split(CHUNK, 2)
-                tokens.scatter(block, folded, (dq, dk, gradients.dv_NHRCV, dg, gradients.dbeta_NHRC))
-        return *grads, _from_states(d_state, tokens)
+                d_qk, dg_NHRC = loaded.decay.backward(gradients)
+                dq_NHCK, dk_NHCK = loaded.d_qk(d_qk).split(CHUNK, 2)
+                in_chunks = (dq_NHCK, dk_NHCK, gradients.dv_NHRCV, dg_NHRC, gradients.dbeta_NHRC)
+                tokens.scatter(block, folded, in_chunks)
+        return dq, dk, dv, dg, dbeta, _from_states(d_state, tokens)
 
     @backward.register_fake
     def _(q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, l2norm, received, d_out, d_final):  # noqa: ANN001, ANN202
@@ -217,7 +221,7 @@ def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens_cpu, output[2])
 
-    def of_context(ctx, d_out, d_final, _d_received):  # noqa: ANN001, ANN202
+    def backward_of(ctx, d_out, d_final, _d_received):  # noqa: ANN001, ANN202
         q, k, v, g, beta, initial_state, cu_seqlens_cpu, received = ctx.saved_tensors
         *grads, d_initial = backward(
             q, k, v, g, beta, ctx.scale, initial_state, cu_seqlens_cpu, ctx.l2norm, received, d_out, d_final
@@ -225,5 +229,5 @@ def define(name: str, rule: type[Rule]) -> tuple[CustomOpDef, CustomOpDef]:
         d_initial = None if initial_state is None else d_initial.to(initial_state.dtype)
         return *grads, None, d_initial, None, None
 
-    forward.register_autograd(of_context, setup_context=setup_context)
+    forward.register_autograd(backward_of, setup_context=setup_context)
     return forward, backward

@@ -1,14 +1,16 @@
-"""What every chunked delta rule does: documents in chunks, a state handed from chunk to chunk, both ways.
+"""What all chunked delta rules have in common: the recurrence from chunk to chunk, forward and backward.
 
-Per value head and chunk, with `S` the state that the chunk receives:
+For each value head and chunk, with `S` the state that the chunk receives:
 
     u = (I + A)^-1 beta (v - recall S)        o = scale read S + P u        S <- forget S + write^T u
 
-A rule says what its keys and queries `recall`, `read` and `write` with, what the state `forget`s, and which
-matrices `A` and `P` its rows make with each other (`Chunks`), and has the gradients of these.
+A rule provides the factors `recall`, `read` and `write`, made of its queries and keys, the decay `forget` of
+the state over a chunk, and the matrices `A` and `P` of products inside a chunk (all in `Chunks`). It also
+turns the gradients of these into gradients of its inputs.
 
-Shape suffixes: N chunks, H key heads, R value heads a key head, C tokens of a chunk, D = 2C rows (the
-queries over the keys, which share their other factor), K and V head widths, W = R*V columns of states.
+Shape suffixes: N chunks, H key heads, R value heads per key head, C tokens of a chunk, D = 2C rows (queries
+stacked on keys, because both are multiplied by the same matrix), K and V head dimensions, W = R*V columns of
+states.
 """
 
 from typing import NamedTuple
@@ -20,17 +22,17 @@ from titan_gdn.ops.chunk_plan import CHUNK, Piece
 
 
 class Chunks(NamedTuple):
-    """The tensors of a block, and what its rows say to each other before any state is known.
+    """The tensors of a block, and the products of its rows that do not depend on a state.
 
     Attributes:
         v_NHRCV: values.
-        row_NHRD1: `scale` for the rows of o, `-beta` for those of u.
-        reads_NHDK: what reads the state: the queries, over what recalls: the keys.
+        row_NHRD1: `scale` for the rows of o, `-beta` for the rows of u.
+        reads_NHDK: `read`, from the queries, stacked on `recall`, from the keys.
         read_NHRD1: factor of their products with the state; None for 1.
-        writes_NHCK: what writes to it.
-        write_NHRC1: factor of the values written; None for 1.
-        forget: `[N, H, K or 1, R or 1, 1]`, the state's decay over the chunk.
-        pairs_NHRDC: `P / scale` over `A / beta`.
+        writes_NHCK: `write`.
+        write_NHRC1: factor of the values that are written; None for 1.
+        forget: `[N, H, K or 1, R or 1, 1]`, the decay of the state over the chunk.
+        pairs_NHRDC: `P / scale` stacked on `A / beta`.
         scores_NHRCC: `P`.
         inverse_NHRCC: `(I + A)^-1`.
     """
@@ -48,9 +50,19 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of_pairs(
-        cls, pairs_NHRDC: Tensor, v_NHRCV: Tensor, beta_NHRC: Tensor, scale: float, **states: Tensor | None
+        cls,
+        pairs_NHRDC: Tensor,
+        v_NHRCV: Tensor,
+        beta_NHRC: Tensor,
+        scale: float,
+        *,
+        reads_NHDK: Tensor,
+        read_NHRD1: Tensor | None,
+        writes_NHCK: Tensor,
+        write_NHRC1: Tensor | None,
+        forget: Tensor,
     ) -> "Chunks":
-        """The matrices and factors that follow from pairs; `states` are the fields that meet the states."""
+        """Compute the matrices and factors that follow from `pairs`; the other arguments are fields."""
         beta_NHRC1 = beta_NHRC.unsqueeze(-1)
         return cls(
             v_NHRCV=v_NHRCV,
@@ -58,21 +70,25 @@ class Chunks(NamedTuple):
             pairs_NHRDC=pairs_NHRDC,
             scores_NHRCC=pairs_NHRDC[..., :CHUNK, :] * scale,
             inverse_NHRCC=_invert(pairs_NHRDC[..., CHUNK:, :] * beta_NHRC1),
-            **states,
+            reads_NHDK=reads_NHDK,
+            read_NHRD1=read_NHRD1,
+            writes_NHCK=writes_NHCK,
+            write_NHRC1=write_NHRC1,
+            forget=forget,
         )
 
 
 class ChunkGradients(NamedTuple):
-    """What the states of a block's chunks and its rows of values give back.
+    """Gradients of a block's `Chunks`, from which a rule computes those of its inputs.
 
     Attributes:
-        u_NHRCV: as in the forward.
-        recalled_NHRDV: products of `reads` with the states, without their factor.
+        u_NHRCV: as in the forward pass.
+        recalled_NHRDV: products of `reads` with the states, without the factor `read`.
         d_read_NHDW: gradients of those products.
         d_reads_NHDK: gradients of `reads`.
-        d_kept_NHCW: gradients of what is written, factor included.
+        d_kept_NHCW: gradients of the values that are written, with the factor `write`.
         d_writes_NHCK: gradients of `writes`.
-        d_forget: `[N, H, K, R]`, of the exponent of `forget`, the gradient times `forget` itself.
+        d_forget: `[N, H, K, R]`, gradients of the logarithm of `forget`.
         d_pairs_NHRDC: gradients of `pairs`.
         dv_NHRCV: gradients of `v`.
         dbeta_NHRC: gradients of `beta`.
@@ -91,13 +107,13 @@ class ChunkGradients(NamedTuple):
 
 
 def _invert(A_NHRCC: Tensor) -> Tensor:
-    """`(I + A)^-1` of what is below the diagonal."""
+    """`(I + A)^-1`, where `A` is what is below the diagonal."""
     one = torch.eye(CHUNK, dtype=A_NHRCC.dtype, device=A_NHRCC.device).expand_as(A_NHRCC)
     return torch.linalg.solve_triangular(A_NHRCC, one, upper=False, unitriangular=True)
 
 
 def per_value_head(x_NHCW: Tensor, value_heads: int) -> Tensor:
-    """Columns of a product with states, as a view `[N, H, R, C, V]`."""
+    """View the columns of a product with states as `[N, H, R, C, V]`."""
     return x_NHCW.unflatten(-1, (value_heads, -1)).transpose(2, 3)
 
 
@@ -116,10 +132,10 @@ def _add_product(state: Tensor, a_NHCK: Tensor, b_NHCW: Tensor) -> None:
 
 
 def chunks_forward(chunks: Chunks, pieces: list[Piece], state: Tensor, received: Tensor) -> Tensor:
-    """Output of a block, `[N, H, R, C, V]`.
+    """Compute the output of a block, `[N, H, R, C, V]`.
 
-    Carries `state` `[documents, H, K, R, V]` through the block in place, and notes in `received`
-    `[N, H, K, R, V]` what each chunk received of it.
+    Updates `state` `[documents, H, K, R, V]` in place and writes the state that each chunk receives to
+    `received` `[N, H, K, R, V]`.
     """
     R = chunks.v_NHRCV.shape[2]
     factor_NHRD1 = _times(chunks.row_NHRD1, chunks.read_NHRD1)
@@ -144,16 +160,16 @@ def chunks_forward(chunks: Chunks, pieces: list[Piece], state: Tensor, received:
 def chunks_backward(
     chunks: Chunks, pieces: list[Piece], received: Tensor, d_state: Tensor, d_out_NHRCV: Tensor
 ) -> ChunkGradients:
-    """Gradients of a block; carries `d_state` `[documents, H, K, R, V]` backwards through it in place."""
+    """Compute the gradients of a block and update `d_state` `[documents, H, K, R, V]` in place."""
     v, R = chunks.v_NHRCV, chunks.v_NHRCV.shape[2]
     beta_NHRC1 = -chunks.row_NHRD1[..., CHUNK:, :]
-    # The forward again, all chunks at once, from the states they received.
+    # Recompute the forward pass of all chunks at once from the states that they received.
     recalled = per_value_head(chunks.reads_NHDK @ received.flatten(-2), R)
     recall_NHRC1 = None if chunks.read_NHRD1 is None else chunks.read_NHRD1[..., CHUNK:, :]
     error = v - _times(recalled[..., CHUNK:, :], recall_NHRC1)
     u = chunks.inverse_NHRCC @ (error * beta_NHRC1)
 
-    # What follows is formed for o's rows and x's rows together.
+    # From here on the rows of o and of x are stacked: one product for both.
     d_rows = v.new_empty(*v.shape[:3], 2 * CHUNK, v.shape[-1])
     d_rows[..., :CHUNK, :] = d_out_NHRCV
     d_read, d_kept, d_after = _run_backward(chunks, pieces, d_state, d_rows)
@@ -179,11 +195,11 @@ def chunks_backward(
 def _run_backward(
     chunks: Chunks, pieces: list[Piece], d_state: Tensor, d_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Carry `d_state` backwards through the block in place and fill in the gradients of `x` in `d_rows`.
+    """Run the recurrence backward: update `d_state` in place and write the gradients of `x` to `d_rows`.
 
     Returns:
-        The gradients of the products with the state, `[N, H, D, W]`, of what is kept in it, `[N, H, C, W]`,
-        and of the state that each chunk hands on, `[N, H, K, R, V]`.
+        The gradients of the products with the state, `[N, H, D, W]`, of the values that are written to it,
+        `[N, H, C, W]`, and of the state that each chunk passes on, `[N, H, K, R, V]`.
     """
     writes_NHCK, write_NHRC1 = chunks.writes_NHCK, chunks.write_NHRC1
     d_o, d_x = d_rows.split(CHUNK, 3)

@@ -1,4 +1,4 @@
-"""What both delta rules do with their arguments before a backend computes."""
+"""Checks the arguments of the delta rules and runs the operator of the chosen backend."""
 
 from torch import Tensor
 from torch.library import CustomOpDef
@@ -7,7 +7,7 @@ from titan_gdn.ops.backends import Backend, resolve
 from titan_gdn.ops.documents import check_offsets
 
 MAX_FLA_KEY_DIM = 256
-"""Channels of a key in FLA's kernels."""
+"""The largest key dimension of FLA's kernels."""
 
 
 def run(
@@ -28,15 +28,15 @@ def run(
     *fla_flags: bool,
     per_channel: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments, complete them, and run the operator of the backend.
+    """Check the arguments, fill in defaults, and run the operator of the backend.
 
     Args:
-        torch_rule: forward operator of `titan_gdn.ops.chunked_operator`.
-        fla_rule: forward operator of `titan_gdn.ops.fla_operator`.
-        fla_flags: its flags.
-        per_channel: `g` is `[B, T, HV, K]`, not `[B, T, HV]`.
+        torch_rule: the forward operator from `titan_gdn.ops.chunked_operator.define`.
+        fla_rule: the forward operator from `titan_gdn.ops.fla_operator.define`.
+        fla_flags: the flags of `fla_rule`.
+        per_channel: whether `g` is `[B, T, HV, K]` instead of `[B, T, HV]`.
         q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, cu_seqlens_cpu,
-            backend: as in `titan_gdn.ops.chunk_gated_delta_rule`, as are results and errors.
+            backend: see `titan_gdn.ops.chunk_gated_delta_rule`, also for the results and the errors.
     """
     check_offsets(q.shape[0], cu_seqlens, cu_seqlens_cpu)
     _check(q, k, v, g, beta, initial_state, cu_seqlens, per_channel)
@@ -47,8 +47,8 @@ def run(
         out, final_state, _ = torch_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, l2norm)
     elif q.shape[-1] > MAX_FLA_KEY_DIM:
         raise ValueError(
-            f"FLA's kernels take keys of at most {MAX_FLA_KEY_DIM} channels, not {q.shape[-1]}; "
-            "backend = 'torch' takes any"
+            f"FLA's kernels support a key dimension of at most {MAX_FLA_KEY_DIM}, not {q.shape[-1]}; "
+            "backend = 'torch' supports any"
         )
     else:
         documents = (cu_seqlens, cu_seqlens_cpu)
@@ -68,10 +68,10 @@ def _check(
     cu_seqlens: Tensor | None,
     per_channel: bool,
 ) -> None:
-    """Refuse shapes that do not fit.
+    """Check dtypes and shapes.
 
     Raises:
-        ValueError: says which shapes were given, and which they must be.
+        ValueError: the message has the shapes that were given and those that are expected.
     """
     if not all(x.is_floating_point() for x in (q, k, v, g, beta)):
         dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k, v, g, beta)]
@@ -79,15 +79,18 @@ def _check(
     if q.shape != k.shape or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)} must be [B, T, H, K] and v {tuple(v.shape)} "
-            "[B, T, HV, V] with H dividing HV"
+            "[B, T, HV, V], where HV is a multiple of H"
         )
     per_head = tuple(v.shape[:3])
     decay = (*per_head, q.shape[3]) if per_channel else per_head
     if g.shape != decay or beta.shape != per_head:
         raise ValueError(
-            f"g {tuple(g.shape)} must be {decay} and beta {tuple(beta.shape)} {per_head}, as q and v say"
+            f"g {tuple(g.shape)} must be {decay} and beta {tuple(beta.shape)} must be {per_head} "
+            "to fit q and v"
         )
     documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     states = (documents, v.shape[2], q.shape[3], v.shape[3])
     if initial_state is not None and initial_state.shape != states:
-        raise ValueError(f"initial_state {tuple(initial_state.shape)} must be {states}, one a document")
+        raise ValueError(
+            f"initial_state {tuple(initial_state.shape)} must be {states}, one state per document"
+        )

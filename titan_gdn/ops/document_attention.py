@@ -1,7 +1,7 @@
-"""Causal softmax attention inside packed documents, for machines on which FlexAttention has no backward.
+"""Causal softmax attention inside packed documents, for devices on which FlexAttention has no backward pass.
 
-Blocks of queries against the keys of their documents: memory is one block's scores, linear in the
-sequence, and the backward forms the scores again.
+It computes the scores of one block of queries at a time, so memory is linear in the sequence. The backward
+pass recomputes the scores.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 QUERIES = 128
-"""Queries a block."""
+"""The most queries of a block."""
 
 
 def document_attention(
@@ -21,20 +21,21 @@ def document_attention(
     cu_seqlens_cpu: Tensor | None = None,
     tokens_cpu: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the past of the own document.
+    """Attend to the earlier tokens of the same document.
 
     Args:
-        q: `[B, T, N, H]` queries, or `[B, L, N, H]` of some tokens.
-        k: `[B, T, M, H]` keys; `M` divides `N`, key head `m` serves query heads `m*N/M` onwards.
+        q: `[B, T, N, H]` queries, or `[B, L, N, H]` queries of some of the tokens.
+        k: `[B, T, M, H]` keys. `N` is a multiple of `M`; key head `m` belongs to the query heads from `m*N/M`
+            to `(m+1)*N/M - 1`.
         v: `[B, T, M, V]` values.
         scale: factor of the scores, `H ** -0.5` by default.
-        cu_seqlens_cpu: `[D + 1]` offsets of the documents in the folded sequence `[B*T]`, on the CPU.
-            Without, every row is a document.
-        tokens_cpu: `[L]`, which tokens of a row the queries are, on the CPU, in runs that rise by one.
-            Without, all of them.
+        cu_seqlens_cpu: `[D + 1]` offsets of the documents in the flattened sequence `[B*T]`, on the CPU. None
+            makes every row one document.
+        tokens_cpu: `[L]` indices in a row of the tokens that the queries belong to, on the CPU. Few and long
+            runs of consecutive tokens are fastest. None means all tokens.
 
     Returns:
-        `[B, L, N, V]` in the dtype of `q`; computed in float32, or float64 for float64 inputs.
+        `[B, L, N, V]` in the dtype of `q`, computed in float32, or in float64 for float64 inputs.
     """
     batch, length = k.shape[:2]
     if cu_seqlens_cpu is None:
@@ -52,9 +53,9 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
 def _blocks(
     cu_seqlens_cpu: Tensor, tokens_cpu: Tensor | None, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Query rows, key range, and `[queries, keys]` where a query must not look, block by block.
+    """Yield the query rows, the range of keys and the mask `[queries, keys]` (True: hidden) of each block.
 
-    A block is at most `QUERIES` rows whose tokens rise by one.
+    A block has at most `QUERIES` rows, and their tokens are consecutive.
     """
     starts = cu_seqlens_cpu[:-1].repeat_interleave(cu_seqlens_cpu.diff())
     tokens = torch.arange(len(starts)) if tokens_cpu is None else tokens_cpu
@@ -70,12 +71,12 @@ def _blocks(
 
 
 def _heads_first(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Some tokens of `[tokens, M, G, width]` as `[M, G, rows, width]`."""
+    """Select rows of `[tokens, M, G, width]` and move the heads to the front: `[M, G, rows, width]`."""
     return x[rows].to(dtype).permute(1, 2, 0, 3)
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`[tokens, M, G, width]`, with `G` query heads a key head (1 for `k` and `v`)."""
+    """Flatten to `[tokens, M, G, width]`, with `G` query heads per key head (1 for `k` and `v`)."""
     return (
         q.flatten(0, 1).unflatten(1, (k.shape[2], -1)),
         k.flatten(0, 1).unsqueeze(2),
@@ -87,7 +88,7 @@ def _fold(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens_cpu: Tensor, tokens_cpu: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output `[B, L, N, V]` and the logarithm of each query's sum of exponentials `[B*L, M, G]`."""
+    """Compute the output `[B, L, N, V]` and the log-sum-exp of each query's scores `[B*L, M, G]`."""
     dtype = _compute_dtype(q)
     q_TMGH, k_TM1H, v_TM1V = _fold(q, k, v)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
@@ -105,7 +106,7 @@ def attention_forward(
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`[M, G, r, x] @ [M, 1, x, y]`, the `G` heads as further rows, so that `b` is not repeated."""
+    """`[M, G, r, x] @ [M, 1, x, y]`, with the `G` heads as more rows so that `b` is not repeated."""
     return (a.flatten(1, 2) @ b.squeeze(1)).unflatten(1, a.shape[1:3])
 
 
@@ -135,7 +136,7 @@ def attention_backward(
     lse: Tensor,
     d_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `q`, `k` and `v`."""
+    """Compute the gradients of `q`, `k` and `v`."""
     dtype = _compute_dtype(q)
     q_TMGH, k_TM1H, v_TM1V = _fold(q, k, v)
     out_TMGV, d_out_TMGV = (x.flatten(0, 1).unflatten(1, (k.shape[2], -1)) for x in (out, d_out))

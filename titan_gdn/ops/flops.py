@@ -1,31 +1,32 @@
-"""Matrix FLOPs of the operators, registered with torch's flop counter.
+"""FLOPs of the operators' matrix products, registered with torch's FLOP counter.
 
-A custom operator is a black box to `FlopCounterMode`, and so to what builds on it (the compiler's memory
-budget, which recomputes first what costs least). Only matrix products count, as in torch's own formulas.
+`FlopCounterMode` does not see inside a custom operator. Without these formulas the compiler's memory budget,
+which recomputes the cheapest operators first, would consider the rules free. Only matrix products count, as
+in torch's own formulas.
 """
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 import titan_gdn.ops.gated_delta_rule
-import titan_gdn.ops.kda  # noqa: F401  (their operators are to exist)
+import titan_gdn.ops.kda  # noqa: F401  (the import registers the operators)
 from titan_gdn.ops.chunk_plan import CHUNK
 
 
 def chunked_rule_flops(
     tokens: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, per_channel: bool = False
 ) -> tuple[int, int]:
-    """FLOPs of the chunked rules, forward and backward; full chunks are assumed.
+    """Count the FLOPs of a chunked rule, forward and backward, if all chunks are full.
 
-    With a decay per channel, value heads have keys of their own, and halving forms the pairs below the
-    diagonal alone.
+    With a decay per channel, each value head has keys of its own, and only the pairs below the diagonal are
+    computed (by halving, see `titan_gdn.ops.kda.torch_backend`).
     """
     if per_channel:
         key_heads, pairs = value_heads, (CHUNK - 1) * key_dim
     else:
         pairs = 2 * CHUNK * key_dim
-    pairs *= key_heads  # q k^T or k k^T, and what has their gradients
-    state = 2 * key_dim * value_dim  # a token's read from or write to a state
+    pairs *= key_heads  # q k^T or k k^T, or a product with their gradients
+    state = 2 * key_dim * value_dim  # a token reads from or writes to a state
     rows = 2 * CHUNK * value_dim  # a token's row of a chunk's matrix times the chunk's values
     forward = 2 * pairs + value_heads * (3 * state + 2 * rows + CHUNK**2)
     again = 2 * pairs + value_heads * (2 * state + rows + CHUNK**2)

@@ -1,7 +1,7 @@
-"""What the operators compute, token by token: the definitions that the fast operators are tested against.
+"""The operators' definitions, computed token by token: the tests compare the fast operators with them.
 
-These functions share no code with the operators, and autograd differentiates them. The tests run them in
-float64.
+These functions share no code with the operators, and their gradients come from autograd. The tests run them
+in float64.
 """
 
 import torch
@@ -19,15 +19,15 @@ def delta_rule(
     l2norm: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule: decay the state, write what `k` does not yet recall, read it with `q`.
+    """The gated delta rule: decay the state, write what `k` does not recall of `v` yet, and read with `q`.
 
     Gated Delta Networks (arXiv 2412.06464), equation 10, for `g` `[B, T, HV]`; Kimi Delta Attention
     (arXiv 2510.26692), equation 1, for `g` `[B, T, HV, K]`. Arguments and results are those of
-    `titan_gdn.ops.chunk_gated_delta_rule`, with `l2norm` for `use_qk_l2norm_in_kernel`.
+    `titan_gdn.ops.chunk_gated_delta_rule`; `l2norm` stands for `use_qk_l2norm_in_kernel`.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    scale = K**-0.5 if scale is None else scale
+    factor = K**-0.5 if scale is None else scale
     if l2norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
@@ -44,14 +44,14 @@ def delta_rule(
             S = S * g[b, t].exp().view(HV, -1, 1)
             recalled = torch.einsum("hk,hkv->hv", k[b, t], S)
             S = S + torch.einsum("hk,hv->hkv", k[b, t], beta[b, t, :, None] * (v[b, t] - recalled))
-            rows.append(torch.einsum("hk,hkv->hv", q[b, t] * scale, S))
+            rows.append(torch.einsum("hk,hkv->hv", q[b, t] * factor, S))
         states.append(S)
     out = torch.stack(rows).view(v.shape)
     return out, torch.stack(states)
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The short convolution and `silu`, one token at a time, as `titan_gdn.ops.causal_conv1d`."""
+    """The short convolution and `silu`, one token at a time. See `titan_gdn.ops.causal_conv1d`."""
     B, T, _ = x.shape
     C = weight.shape[1]
     starts = torch.zeros(T, dtype=torch.long)
@@ -60,13 +60,19 @@ def causal_conv1d(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None = None) -
             starts[s:e] = s
     rows = []
     for t in range(T):
-        y = sum(weight[:, C - 1 - j] * x[:, t - j] for j in range(C) if t - j >= starts[t])
+        y = torch.zeros_like(x[:, t])
+        for j in range(C):
+            if t - j >= starts[t]:
+                y = y + weight[:, C - 1 - j] * x[:, t - j]
         rows.append(y * y.sigmoid())
     return torch.stack(rows, 1)
 
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor) -> Tensor:
-    """Softmax attention over the folded sequence with a dense mask, as `titan_gdn.ops.document_attention`."""
+    """Softmax attention with a dense mask over the flattened sequence.
+
+    See `titan_gdn.ops.document_attention`.
+    """
     B, T, N, _ = q.shape
     q, k, v = (x.flatten(0, 1).transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(N // x.shape[0], 0) for x in (k, v))

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan_gdn.parallel.sequence import SequenceLayout
@@ -11,9 +12,10 @@ ALL_TO_ALL = torch.ops._dtensor.shard_dim_alltoall.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
-def group_name(args: tuple) -> str:
+def group_name(args: tuple) -> GroupName:
     """The name of a collective's process group, given its arguments: the last is the group or its name."""
-    return args[-1] if isinstance(args[-1], str) else args[-1].group_name
+    group = args[-1]
+    return GroupName(group) if isinstance(group, str) else group.group_name
 
 
 def all_to_all(x: Tensor, mesh: DeviceMesh, src: int, dst: int) -> Tensor:

@@ -80,7 +80,7 @@ def cost(
     again = traffic.forward if recompute else PassCost()
     if saved:
         again = replace(again, cp_bytes=0, cp_messages=0, flops=0)
-    passes = [traffic.forward, again, traffic.backward]
+    passes = (traffic.forward, again, traffic.backward)
     cp, tp = machine.link(batch.tp, batch.cp), machine.link(1, batch.tp)
 
     def seconds(sent: PassCost) -> tuple[float, float, float]:
@@ -90,8 +90,10 @@ def cost(
             sent.flops / (machine.tflops * 1e12),
         )
 
+    forward, recomputed, backward = (sum(seconds(sent)) for sent in passes)
     done = sum(passes, PassCost())
-    return Cost(*(sum(seconds(sent)) for sent in passes), *seconds(done), done)
+    over_cp, over_tp, compute = seconds(done)
+    return Cost(forward, recomputed, backward, over_cp, over_tp, compute, done)
 
 
 def choose(

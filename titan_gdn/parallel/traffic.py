@@ -143,7 +143,8 @@ def heads_over_tp(shape: LayerShape, batch: ShardedBatch) -> str | None:
     """Says that TP does not divide the key heads, a condition of every exchange. None if it does."""
     if shape.key_heads % batch.tp == 0:
         return None
-    return f"the {shape.key_heads} key heads are not divisible by tensor_parallel_degree = {batch.tp}"
+    tp = f"parallelism.tensor_parallel_degree = {batch.tp}"
+    return f"the {shape.key_heads} key heads are not divisible by {tp}"
 
 
 def way_out(shape: LayerShape, batch: ShardedBatch) -> PassCost:

@@ -3,11 +3,14 @@
 import json
 import logging
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_gdn.plan.options import parse
 from titan_gdn.runtime import cpu
 from titan_gdn.runtime.silence import silence_libraries
+
+if TYPE_CHECKING:
+    from titan_gdn.plan.plan import Exchanges
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,7 +68,7 @@ def _refuse(error: ValueError) -> NoReturn:
     sys.exit(2)
 
 
-def _json(kinds: "list[Exchanges] | str") -> list[dict[str, Any]] | str:  # noqa: F821 (imported late)
+def _json(kinds: "list[Exchanges] | str") -> list[dict[str, Any]] | str:
     return kinds if isinstance(kinds, str) else [kind.as_json() for kind in kinds]
 
 

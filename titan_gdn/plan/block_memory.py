@@ -105,8 +105,7 @@ def _fla_rule(
     cu_seqlens_cpu: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    out, *_ = fla.forward(*inputs, 1.0, None, cu_seqlens, cu_seqlens_cpu, True, *fla.flags)
-    return out, None
+    return fla.forward(*inputs, 1.0, None, cu_seqlens, cu_seqlens_cpu, True, *fla.flags)[0], None
 
 
 def _stand_in_for_collectives(block: HybridBlock, batch: ShardedBatch) -> None:
@@ -130,7 +129,7 @@ def _stand_in_for_collectives(block: HybridBlock, batch: ShardedBatch) -> None:
         for linear in (attention.wk, attention.wv):
             linear.weight = nn.Parameter(linear.weight.detach()[: attention.head_dim])
     if batch.cp > 1 and isinstance(attention, LatentAttention):
-        attention.gather = lambda kv_BLC, sequence: kv_BLC.repeat(1, batch.cp, 1)
+        attention.gather = lambda kv_BSC, sequence: kv_BSC.repeat(1, batch.cp, 1)
     elif batch.cp > 1:
         attention.inner_attention.forward = partial(_of_all_keys, attention.inner_attention.forward, batch.cp)
 
@@ -147,7 +146,7 @@ class _GroupedProduct(torch.autograd.Function):
         return A_RD.new_empty(A_RD.shape[0], B_EDF.shape[2])
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 

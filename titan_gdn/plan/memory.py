@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import spmd_types as spmd
 import torch
@@ -20,6 +20,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.parallel_dims import MeshAxisName, SpmdLayout
 
 from titan_gdn.config.source import ConfigError
+from titan_gdn.models.hybrid.block import HybridBlock
 from titan_gdn.models.hybrid.model import HybridModel
 from titan_gdn.models.hybrid.pipeline import Stage, microbatches_of, stages_of
 from titan_gdn.parallel.traffic import ShardedBatch
@@ -150,12 +151,13 @@ def take_share(model: HybridModel, dims: ParallelDims) -> None:
     Layers read their heads and widths from their weights, so that afterwards they compute a rank's share.
     """
     shares: dict[int, nn.Parameter] = {}  # a tied weight stays one
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in shares:
                 shape = _share(parameter, module._sharding_config.state_shardings[name], dims)
                 shares[id(parameter)] = nn.Parameter(parameter.new_empty(shape))
-    for module in model.modules():
+    for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, shares[id(parameter)])
 
@@ -180,7 +182,8 @@ def stored(model: HybridModel, dims: ParallelDims) -> dict[str, int]:
     experts than ranks in the mesh. Uneven shards are padded to the size of the largest.
     """
     sizes = {}
-    for prefix, module in model.named_modules():
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for prefix, module in modules:
         experts = module.num_experts if hasattr(module, "w1_EFD") else None
         degree = dims.dp_shard * dims.cp
         ranks = dims.dp_replicate * degree * (dims.tp if dims.spmd_backend == "spmd_types" else 1)
@@ -275,7 +278,7 @@ def _loss(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -> 
     """
     vocabulary, width = model.lm_head.weight.shape
     states = batch.tokens_of_cp_rank * width
-    logits = batch.tokens_of_cp_rank // config.loss.num_chunks * vocabulary
+    logits = batch.tokens_of_cp_rank // getattr(config.loss, "num_chunks", 1) * vocabulary
     copies = 4 if batch.tp > 1 else 3
     return states * (2 * batch.itemsize + 4) + logits * (batch.itemsize + 4 * copies)
 
@@ -297,7 +300,9 @@ def _blocks(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -
             checkpointed = _not_checkpointed
         else:
             checkpointed = partial(_checkpointed, policy, names[0])
-        block = block_memory(model.get_submodule(names[0]), width, batch, dtype, checkpointed)
+        block = block_memory(
+            cast(HybridBlock, model.get_submodule(names[0])), width, batch, dtype, checkpointed
+        )
         if isinstance(policy, MemoryBudgetAC.Config):
             given = batch.tokens_between_layers * width * batch.itemsize
             block = replace(block, kept=given + int(policy.memory_budget * (block.kept - given)))

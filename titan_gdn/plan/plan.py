@@ -150,7 +150,7 @@ def make_plan(config: "Trainer.Config", world_size: int) -> Plan:
         ConfigError: the run is impossible; says why.
     """
     exchanges = plan_exchanges(config, world_size)
-    model = copy.deepcopy(config.model_spec.model)
+    model = _copy_of_model(config)
     # Blocks run with fake tensors, on which FlexAttention does not run. This one keeps the same tensors.
     _set_attention(model, inner_attention("cpu"))
     for layer in linear_layers(model.layers):
@@ -203,13 +203,23 @@ def plan_exchanges(config: "Trainer.Config", world_size: int) -> list[Exchanges]
     Raises:
         ConfigError: the run is impossible; says why.
     """
-    model = copy.deepcopy(config.model_spec.model)
+    model = _copy_of_model(config)
     if not linear_layers(model.layers):
         raise ConfigError("the model has no linear attention layers, so there are no exchanges to plan")
     # FlexAttention, so that `check_run` checks that its blocks divide the length.
     _set_attention(model, inner_attention("cuda"))
-    check_run(replace(config, model_spec=replace(config.model_spec, model=model)), world_size)
+    check_run(_with_model(config, model), world_size)
     return [_exchanges(model, kind, config) for kind in linear_kinds(model.layers)]
+
+
+def _copy_of_model(config: "Trainer.Config") -> HybridModel.Config:
+    spec: Any = config.model_spec
+    return copy.deepcopy(spec.model)
+
+
+def _with_model(config: "Trainer.Config", model: HybridModel.Config) -> "Trainer.Config":
+    spec: Any = config.model_spec
+    return replace(config, model_spec=replace(spec, model=model))
 
 
 def _set_attention(model: HybridModel.Config, inner: Module.Config) -> None:
@@ -263,7 +273,8 @@ def _way_in(shape: LayerShape, batch: ShardedBatch) -> tuple[float, float]:
 def _idle(model: HybridModel.Config, whole: HybridModel) -> int:
     """The number of parameters of the experts that a token is not routed to."""
     idle = 0
-    for layer, block in zip(model.layers, whole.layers.values(), strict=True):
+    blocks: list[Any] = list(whole.layers.values())
+    for layer, block in zip(model.layers, blocks, strict=True):
         if layer.moe is not None:
             experts = sum(x.numel() for x in block.moe.routed_experts.parameters())
             idle += experts - experts * layer.moe.router.top_k // layer.moe.num_experts
@@ -283,10 +294,10 @@ def sweep(
         key: the key, one of `SWEPT`.
         values: its values.
     """
-    model = copy.deepcopy(config.model_spec.model)
+    model = _copy_of_model(config)
     for layer in linear_layers(model.layers):
         layer.run = replace(layer.run, exchange="auto")
-    config = replace(config, model_spec=replace(config.model_spec, model=model))
+    config = _with_model(config, model)
     section, field = SWEPT[key]
     left = {"data_parallel_shard_degree": -1} if section == "parallelism" else {}
     swept: dict[int, list[Exchanges] | str] = {}

@@ -18,8 +18,8 @@ class _Wait(torch.autograd.Function):
         return wait_tensor(x.elem)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:  # noqa: ANN001
-        return gradient
+    def backward(ctx, *grad_outputs: Tensor) -> Tensor:  # noqa: ANN001
+        return grad_outputs[0]
 
 
 def keep_gradients() -> None:
@@ -27,5 +27,5 @@ def keep_gradients() -> None:
     AsyncCollectiveTensor.wait = _wait
 
 
-def _wait(x: AsyncCollectiveTensor) -> Tensor:
-    return _Wait.apply(x) if torch.is_grad_enabled() and x.requires_grad else wait_tensor(x.elem)
+def _wait(self: AsyncCollectiveTensor) -> Tensor:
+    return _Wait.apply(self) if torch.is_grad_enabled() and self.requires_grad else wait_tensor(self.elem)

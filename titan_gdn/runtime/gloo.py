@@ -11,7 +11,7 @@ _all_to_all = dist.all_to_all  # torch's own, before the patch
 def patch() -> None:
     """Replace the collectives below, in this process."""
     dist.all_to_all = all_to_all
-    placement_types.shard_dim_alltoall = shard_dim_alltoall
+    placement_types.shard_dim_alltoall = shard_dim_alltoall  # pyright: ignore[reportPrivateImportUsage]
 
 
 def all_to_all(

@@ -137,10 +137,10 @@ def _check_experts(model: Decoder.Config, parallelism: ParallelismConfig) -> Non
         rows = experts.hidden_dim // tp
     if ranks > experts.num_experts and (rows % shards or experts.dim % shards):
         raise ValueError(
-            f"parallelism: {ranks} ranks outnumber the {experts.num_experts} experts, so FSDP shards the "
-            f"rows of each expert into {shards} parts, but {rows} or {experts.dim} rows are not divisible "
-            f"by {shards}: change data_parallel_shard_degree, context_parallel_degree or "
-            "expert_parallel_degree, or model.overrides.expert_hidden_dim"
+            f"[parallelism]: {ranks} ranks outnumber the {experts.num_experts} experts, so FSDP shards the "
+            f"rows of each expert into {shards} parts, but {rows} or {experts.dim} rows are not divisible by "
+            f"{shards}: change parallelism.data_parallel_shard_degree, parallelism.context_parallel_degree, "
+            "parallelism.expert_parallel_degree or model.overrides.expert_hidden_dim"
         )
 
 
@@ -173,26 +173,27 @@ def _check_length(model: Decoder.Config, parallelism: ParallelismConfig, seq_len
     sp = tp if parallelism.enable_sequence_parallel else 1
     if cp > 1 and seq_len % (2 * cp * sp):
         raise ValueError(
-            f"training.seq_len = {seq_len} is not divisible by 2 * context_parallel_degree = {2 * cp}"
-            + (f" times tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
+            f"training.seq_len = {seq_len} is not divisible by 2 * parallelism.context_parallel_degree = "
+            f"{2 * cp}"
+            + (f" times parallelism.tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
         )
     if parallelism.expert_parallel_degree > 1 and seq_len % (cp * tp):
         raise ValueError(
-            f"training.seq_len = {seq_len} is not divisible by context_parallel_degree = {cp} times "
-            f"tensor_parallel_degree = {tp}: with expert_parallel_degree > 1 each of these ranks "
-            "routes its own tokens"
+            f"training.seq_len = {seq_len} is not divisible by parallelism.context_parallel_degree = {cp} "
+            f"times parallelism.tensor_parallel_degree = {tp}: with parallelism.expert_parallel_degree > 1 "
+            "each of these ranks routes its own tokens"
         )
     attention = model.first_attention
     flex = attention and isinstance(attention.inner_attention, FlexAttention.Config)
     if cp > 1 and flex and seq_len % (128 * cp):
         raise ValueError(
-            f"training.seq_len = {seq_len} is not divisible by 128 * context_parallel_degree = "
+            f"training.seq_len = {seq_len} is not divisible by 128 * parallelism.context_parallel_degree = "
             f"{128 * cp}, which FlexAttention's blocks need"
         )
     if seq_len > model.max_seq_len:
         raise ValueError(
             f"training.seq_len = {seq_len} exceeds the {model.max_seq_len} tokens of the rotary embedding: "
-            "shorten it, or raise model.overrides.context_length or .yarn_factor"
+            "shorten it, or raise model.overrides.context_length or model.overrides.yarn_factor"
         )
 
 
@@ -226,8 +227,8 @@ def _check_checkpointing(config: "Trainer.Config") -> None:
     policy = config.activation_checkpoint
     if isinstance(policy, SelectiveAC.Config) and policy.debug:
         raise ValueError(
-            "activation_checkpoint.debug = true needs mode = 'full': torch does not support it with "
-            "'selective'"
+            "activation_checkpoint.debug = true needs activation_checkpoint.mode = 'full': torch does not "
+            "support it with 'selective'"
         )
 
 

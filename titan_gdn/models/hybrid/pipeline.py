@@ -139,7 +139,7 @@ def check_pipeline(n_layers: int, tied: bool, config: "Trainer.Config") -> None:
     if parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule_csv = {parallelism.pipeline_parallel_schedule_csv!r} is "
-            f"not supported: set pipeline_parallel_schedule to one of {', '.join(SCHEDULES)}"
+            f"not supported: set parallelism.pipeline_parallel_schedule to one of {', '.join(SCHEDULES)}"
         )
     if parallelism.pipeline_parallel_schedule not in SCHEDULES:
         raise ValueError(
@@ -161,7 +161,7 @@ def _count_stages(n_layers: int, parallelism: ParallelismConfig) -> int:
     per_stage, parts = parallelism.pipeline_parallel_layers_per_stage, parallelism.module_fqns_per_model_part
     one_per_rank = schedule in ONE_STAGE
     if parts is not None:
-        stages, given = len(parts), f"module_fqns_per_model_part with {len(parts)} parts"
+        stages, given = len(parts), f"parallelism.module_fqns_per_model_part with {len(parts)} parts"
     elif per_stage is not None:
         if per_stage < 1:
             raise ValueError(
@@ -170,16 +170,17 @@ def _count_stages(n_layers: int, parallelism: ParallelismConfig) -> int:
         less = sum(_less_layers(parallelism))
         stages = -(-(n_layers + less) // per_stage)
         given = (
-            f"pipeline_parallel_layers_per_stage = {per_stage} with {n_layers} layers (plus {less} for the "
-            "embedding and the head, pipeline_parallel_first_stage_less_layers and _last_stage_less_layers)"
+            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} with {n_layers} layers (plus {less} "
+            "for the embedding and the head, parallelism.pipeline_parallel_first_stage_less_layers and "
+            "parallelism.pipeline_parallel_last_stage_less_layers)"
         )
     else:
         return pp if one_per_rank else 2 * pp
     if stages % pp or (stages != pp) == one_per_rank:
         expected = f"{pp}" if one_per_rank else f"a multiple of {pp}, at least {2 * pp}"
         raise ValueError(
-            f"parallelism.{given}: this makes {stages} stages, but pipeline_parallel_schedule = {schedule!r} "
-            f"with pipeline_parallel_degree = {pp} takes {expected}"
+            f"{given}: this makes {stages} stages, but parallelism.pipeline_parallel_schedule = {schedule!r} "
+            f"with parallelism.pipeline_parallel_degree = {pp} takes {expected}"
         )
     return stages
 
@@ -204,16 +205,18 @@ def _check_layers(n_layers: int, stages: int, parallelism: ParallelismConfig) ->
     if n_layers < needed:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree} with "
-            f"pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule!r} makes {stages} stages, "
-            f"but the model has only {n_layers} layers: at least {needed} are needed (with "
-            f"pipeline_parallel_first_stage_less_layers = {first} and _last_stage_less_layers = {last})"
+            f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule!r} makes "
+            f"{stages} stages, but the model has only {n_layers} layers: at least {needed} are needed (with "
+            f"parallelism.pipeline_parallel_first_stage_less_layers = {first} and "
+            f"parallelism.pipeline_parallel_last_stage_less_layers = {last})"
         )
     # If layers are not divisible by stages, TorchTitan gives the first stages one layer more.
     if first and first == -(-(n_layers + first + last) // stages):
         raise ValueError(
             f"{_EMBEDDING_ALONE}: with {n_layers} layers on {stages} stages, the first has no layer. Set "
             f"parallelism.pipeline_parallel_first_stage_less_layers = {first - 1}, or change "
-            "model.overrides.n_layers, parallelism.pipeline_parallel_degree or pipeline_parallel_schedule"
+            "model.overrides.n_layers, parallelism.pipeline_parallel_degree or "
+            "parallelism.pipeline_parallel_schedule"
         )
 
 
@@ -240,14 +243,14 @@ def _check_microbatches(config: "Trainer.Config", stages: int) -> None:
     count = microbatches_of(config)
     given = (
         "training.local_batch_size / parallelism.pipeline_parallel_microbatch_size = "
-        f"{rows} / {size} = {count} is the number of micro-batches, but pipeline_parallel_schedule = "
-        f"{schedule!r}"
+        f"{rows} / {size} = {count} is the number of micro-batches, but "
+        f"parallelism.pipeline_parallel_schedule = {schedule!r}"
     )
     if schedule == "1F1B" and count < stages:
         raise ValueError(f"{given} needs at least one for each of its {stages} stages")
     rounds = max(1, count // pp)
     if schedule == "Interleaved1F1B" and count % rounds:
         raise ValueError(
-            f"{given} with pipeline_parallel_degree = {pp} needs a multiple of its {rounds} rounds, such as "
-            f"{rounds * pp}"
+            f"{given} with parallelism.pipeline_parallel_degree = {pp} needs a multiple of its {rounds} "
+            f"rounds, such as {rounds * pp}"
         )

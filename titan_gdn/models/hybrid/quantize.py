@@ -137,13 +137,13 @@ def _check_linear(
         raise ValueError(
             f"training.seq_len = {seq_len} gives each rank {tokens} tokens, but quantize.linear.name = "
             f'"{name}" needs a multiple of {multiple} per rank, because gradients of weights are sums over '
-            f"tokens: choose a multiple of {multiple} * context_parallel_degree = {multiple * cp}"
-            + (f", times tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
+            f"tokens: choose a multiple of {multiple} * parallelism.context_parallel_degree = {multiple * cp}"
+            + (f" times parallelism.tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
         )
     if name == "nvfp4" and tp > 1 and parallelism.spmd_backend != "spmd_types":
         raise ValueError(
-            'quantize.linear.name = "nvfp4" with tensor_parallel_degree > 1 needs parallelism.spmd_backend = '
-            '"spmd_types": its kernels take plain tensors'
+            'quantize.linear.name = "nvfp4" with parallelism.tensor_parallel_degree > 1 needs '
+            'parallelism.spmd_backend = "spmd_types": its kernels take plain tensors'
         )
     if not isinstance(converter, Float8LinearConverter.Config):
         return

@@ -1,4 +1,4 @@
-"""The short causal convolution that stands before the rule: one signature, two backends."""
+"""The short causal convolution before the rule: one function, two backends."""
 
 from torch import Tensor
 
@@ -15,22 +15,23 @@ def causal_conv1d(
     cu_seqlens_cpu: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Convolve every channel with its own kernel over the past of its document, then `silu`.
+    """Convolve every channel with its own kernel over the earlier tokens of its document, then apply `silu`.
 
-    `y_t = silu(sum_j weight[C-1-j] * x_{t-j})`, where tokens before the document's first are zero.
+    `y_t = silu(sum_j weight[C-1-j] * x_{t-j})`, where tokens before the start of the document are zero.
 
     Args:
         x: `[B, T, D]` channels.
-        weight: `[D, C]` kernels, the present token's weight last, as `torch.nn.Conv1d` has them.
-        cu_seqlens: `[N + 1]` offsets of packed documents; needs `B = 1`. Without, every row is a document.
-        cu_seqlens_cpu: the same on the CPU, which saves a host transfer.
+        weight: `[D, C]` kernels. The weight of the current token is last, as in `torch.nn.Conv1d`.
+        cu_seqlens: `[N + 1]` offsets of packed documents; requires `B = 1`. None makes every row one
+            document.
+        cu_seqlens_cpu: the same on the CPU, which saves a copy to the host.
         backend: "fla" (Triton, GPU), "torch" (any device), or "auto": "fla" for tensors on a GPU.
 
     Returns:
-        `[B, T, D]` in the dtype of `x`; sums are float32 for narrower dtypes.
+        `[B, T, D]` in the dtype of `x`. The sums are computed at least in float32.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
+        ValueError: the shapes do not fit, the backend is unknown, or FLA's kernels cannot run on the device.
     """
     check_offsets(x.shape[0], cu_seqlens, cu_seqlens_cpu)
     if x.ndim != 3 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:

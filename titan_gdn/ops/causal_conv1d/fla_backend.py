@@ -1,4 +1,4 @@
-"""The short causal convolution by flash-linear-attention's Triton kernels, as operators of PyTorch."""
+"""The short causal convolution with FLA's Triton kernels, as PyTorch custom operators."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ from titan_gdn.ops.fla_documents import fla_documents
 def fla_conv_forward(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> Tensor:
-    """As `causal_conv1d`."""
+    """See `causal_conv1d`."""
     from fla.modules.causal_conv1d import causal_conv1d_fwd
 
     y, _ = causal_conv1d_fwd(
         x,
-        weight,
+        weight,  # pyright: ignore[reportCallIssue] (FLA's decorator hides the signature)
         bias=None,
         residual=None,
         activation="silu",
@@ -33,19 +33,19 @@ def _(x, weight, cu_seqlens, cu_seqlens_cpu):  # noqa: ANN001, ANN202
 def fla_conv_backward(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, dy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `x` and `weight`. FLA computes the sum inside `silu` again."""
+    """Compute the gradients of `x` and `weight`. FLA recomputes the sum inside `silu`."""
     from fla.modules.causal_conv1d import causal_conv1d_bwd
 
     with torch.cuda.device_of(x):
         dx, dweight, *_ = causal_conv1d_bwd(
             x.contiguous(),
-            dy.contiguous(),
-            dht=None,
+            dy.contiguous(),  # pyright: ignore[reportCallIssue] (FLA's decorator hides the signature)
+            dht=None,  # pyright: ignore[reportArgumentType] (FLA's annotation leaves None out)
             weight=weight.contiguous(),
             activation="silu",
             **fla_documents(x.shape[1], cu_seqlens, cu_seqlens_cpu),
         )
-    return dx, dweight
+    return dx, dweight  # pyright: ignore[reportReturnType] (None only without a weight)
 
 
 @fla_conv_backward.register_fake

@@ -1,7 +1,7 @@
-"""The short causal convolution in PyTorch, block of tokens by block, on whatever device the tensors are.
+"""The short causal convolution in PyTorch, one block of tokens at a time, on any device.
 
-Forward and backward go over the tokens once; the sum inside `silu` is formed again in the backward.
-Batch and sequence are folded: T tokens, D channels, C taps of a kernel.
+Forward and backward each pass over the tokens once. The backward pass recomputes the sum inside `silu`.
+Shape suffixes: T tokens (batch and sequence flattened), D channels, C taps of a kernel.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from torch import Tensor
 from titan_gdn.ops.documents import check_documents
 
 ELEMENTS_AT_ONCE = {"cpu": 2**17, "cuda": 2**26}
-"""Tokens times channels of a block: what fits a CPU's cache, or fills a GPU."""
+"""Tokens times channels of a block: what fits into a CPU's cache, or keeps a GPU busy."""
 
 
 class _Block(NamedTuple):
-    """The tokens `[first, last)` and, as their gradients need them, some after them, until `end`.
+    """The tokens `[first, last)`, and the tokens up to `end` whose gradients they contribute to.
 
-    `since_start_T1` says how many tokens of its document stand before each; None where all of them have
-    the whole kernel before them.
+    `since_start_T1` is the number of tokens of the same document before each token. It is None if every token
+    has enough of them to fill the kernel.
     """
 
     first: int
@@ -30,7 +30,7 @@ class _Block(NamedTuple):
     since_start_T1: Tensor | None
 
     def of_same_document(self, x_TD: Tensor, back: int) -> Tensor:
-        """Zero the rows of tokens that have fewer than `back` tokens before them."""
+        """Zero the rows of tokens that have fewer than `back` tokens of their document before them."""
         return x_TD if self.since_start_T1 is None else x_TD.masked_fill(self.since_start_T1 < back, 0)
 
 
@@ -49,7 +49,7 @@ def _blocks(x_BTD: Tensor, taps: int, cu_seqlens_cpu: Tensor | None, after: int 
 
 
 def _earlier(x_TD: Tensor, block: _Block, taps: int, dtype: torch.dtype) -> list[Tensor]:
-    """For each tap, the token that it meets of each of the block's tokens up to `end`, `[T, D]`."""
+    """For each tap, the tokens `[T, D]` that it multiplies for the block's tokens up to `end`."""
     begin, past = max(0, block.first - taps + 1), taps - 1
     x = F.pad(x_TD[begin : block.end].to(dtype), (0, 0, past - (block.first - begin), 0))
     count = block.end - block.first
@@ -69,7 +69,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 @torch.library.custom_op("titan_gdn::causal_conv1d", mutates_args=())
 def conv_forward(x: Tensor, weight: Tensor, cu_seqlens_cpu: Tensor | None) -> Tensor:
-    """As `causal_conv1d`."""
+    """See `causal_conv1d`."""
     dtype, taps = _compute_dtype(x), weight.shape[1]
     weight_CD, x_TD = weight.mT.to(dtype).contiguous(), x.flatten(0, 1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -88,7 +88,7 @@ def _(x, weight, cu_seqlens_cpu):  # noqa: ANN001, ANN202
 def conv_backward(
     x: Tensor, weight: Tensor, cu_seqlens_cpu: Tensor | None, d_out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `x` and `weight`."""
+    """Compute the gradients of `x` and `weight`."""
     dtype, taps = _compute_dtype(x), weight.shape[1]
     weight_CD, x_TD, d_out_TD = weight.mT.to(dtype).contiguous(), x.flatten(0, 1), d_out.flatten(0, 1)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The gated delta rule: one signature, two backends."""
+"""The gated delta rule: one function, two backends."""
 
 from torch import Tensor
 
@@ -22,23 +22,25 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the gated delta rule over a sequence.
+    """Compute the gated delta rule over a sequence.
 
     Gated Delta Networks (arXiv 2412.06464), equation 10. Names, shapes and dtypes are those of
-    `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, so that one replaces the other.
+    `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, so that either function replaces the other.
 
     Args:
-        q: `[B, T, H, K]` queries; in the "fla" backend `K` is at most 256.
-        k: `[B, T, H, K]` keys, of length 1 or normalised by `use_qk_l2norm_in_kernel`.
-        v: `[B, T, HV, V]` values; `H` divides `HV`, key head `h` serves value heads `h*HV/H` onwards.
+        q: `[B, T, H, K]` queries; `K` is at most 256 in the "fla" backend.
+        k: `[B, T, H, K]` keys, of norm 1 or normalized by `use_qk_l2norm_in_kernel`.
+        v: `[B, T, HV, V]` values. `HV` is a multiple of `H`; key head `h` belongs to the value heads from
+            `h*HV/H` to `(h+1)*HV/H - 1`.
         g: `[B, T, HV]` natural logarithm of the decay, at most 0, float32.
         beta: `[B, T, HV]` strength of the write, in (0, 1).
         scale: factor of the queries, `K ** -0.5` by default.
-        initial_state: `[N, HV, K, V]` a state per document, zeros by default.
-        output_final_state: return the final states.
-        use_qk_l2norm_in_kernel: normalise `q` and `k` to length 1 (epsilon 1e-6 inside the sum).
-        cu_seqlens: `[N + 1]` offsets of packed documents; needs `B = 1`. Without, every row is a document.
-        cu_seqlens_cpu: the same on the CPU, which saves a host transfer.
+        initial_state: `[N, HV, K, V]` one state per document, zeros by default.
+        output_final_state: whether to return the final states.
+        use_qk_l2norm_in_kernel: normalize `q` and `k` to norm 1 (with 1e-6 added to the sum of squares).
+        cu_seqlens: `[N + 1]` offsets of packed documents; requires `B = 1`. None makes every row one
+            document.
+        cu_seqlens_cpu: the same on the CPU, which saves a copy to the host.
         backend: "fla" (Triton, GPU), "torch" (any device), or "auto": "fla" for tensors on a GPU.
 
     Returns:
@@ -46,7 +48,7 @@ def chunk_gated_delta_rule(
         "torch" backend computes in float32, or in float64 for float64 inputs.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
+        ValueError: the shapes do not fit, the backend is unknown, or FLA's kernels cannot run on the device.
     """
     return run(
         rule_forward, fla_rule_forward, q, k, v, g, beta, scale, initial_state, output_final_state,

@@ -1,4 +1,4 @@
-"""The gated delta rule by the kernels of `fla.ops.gated_delta_rule.chunk`."""
+"""The gated delta rule with the kernels of `fla.ops.gated_delta_rule.chunk`."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from torch import Tensor
 from titan_gdn.ops.fla_operator import define
 
 
-def _forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, final state and `(I + A)^-1`."""
+def _forward(**arguments: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the output, the final state and `(I + A)^-1`."""
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 
     _, out, inverse, final_state, *_ = chunk_gated_delta_rule_fwd(**arguments)

@@ -1,14 +1,14 @@
-"""The gated delta rule in PyTorch, chunk by chunk, on whatever device the tensors are.
+"""The gated delta rule in PyTorch, chunk by chunk, on any device.
 
-Gated Delta Networks (arXiv 2412.06464), section 3.3, in this form per value head and chunk, with
-`Gc` the running sum of the log decay inside the chunk and `S` the state that the chunk receives:
+Gated Delta Networks (arXiv 2412.06464), section 3.3, for each value head and chunk, with `Gc` the cumulative
+sum of the log decay inside the chunk and `S` the state that the chunk receives:
 
     A_ij = beta_i (k_i . k_j) exp(Gc_i - Gc_j)   for j < i          P_ij = scale (q_i . k_j) exp(Gc_i - Gc_j)
     u    = (I + A)^-1 beta (v - exp(Gc) k S)                        o    = scale exp(Gc) q S + P u
     S    <- exp(Gc_C) S + k^T (exp(Gc_C - Gc) u)
 
-Decays stand on the value side, so that the `R` value heads of a key head share its `q` and `k`: a
-product of keys with `R` states is one product with `R * V` columns, and nothing is repeated.
+The decays multiply the values, so the `R` value heads of a key head share its `q` and `k`. The products of
+keys with `R` states are one product with `R * V` columns, and no key is repeated.
 
 Shape suffixes as in `titan_gdn.ops.chunked_rule`.
 """
@@ -21,11 +21,11 @@ from titan_gdn.ops.chunked_operator import define
 from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks, per_value_head
 
 STRONGEST = -1e4
-"""The strongest log decay of a token that is told apart."""
+"""The lower bound that log decays are clamped to."""
 
 
 class DecayPerHead:
-    """What a decay per value head makes of a block (a `titan_gdn.ops.chunked_operator.Rule`)."""
+    """A decay per value head (a `titan_gdn.ops.chunked_operator.Decay`)."""
 
     shares_keys = True
 
@@ -34,16 +34,16 @@ class DecayPerHead:
     ) -> None:
         self.qk_NHDK = qk_NHDK
         k_NHCK = qk_NHDK[:, :, CHUNK:]
-        # What decays by more is 0 in any dtype, and infinite sums have no difference.
+        # Any stronger decay is 0 in every dtype, and differences of infinite sums would be NaN.
         g_NHRC = g_NHRC.clamp_min(STRONGEST)
-        # Sums of a whole chunk may be large where their differences are not: float64 until those are formed.
+        # The sums of a chunk may be large and their differences small: float64 until those are taken.
         sum_NHRC = g_NHRC.cumsum(-1, dtype=torch.float64)
-        # Cut before exp: above the diagonal the exponent is positive and may overflow.
+        # Mask before exp: above the diagonal the exponents are positive and may overflow.
         decay = (sum_NHRC.unsqueeze(-1) - sum_NHRC.unsqueeze(-2)).tril_().to(g_NHRC.dtype).exp_().tril_()
         self.decay_NHR1CC = decay.unsqueeze(3)
+        self.until_end_NHRC1 = (sum_NHRC[..., -1:] - sum_NHRC).exp().to(g_NHRC.dtype).unsqueeze(-1)
         pairs_NHRDC = self._decay_pairs((qk_NHDK @ k_NHCK.mT).unsqueeze(2))
         since_start_NHRC1 = sum_NHRC.exp().to(g_NHRC.dtype).unsqueeze(-1)
-        until_end_NHRC1 = (sum_NHRC[..., -1:] - sum_NHRC).exp().to(g_NHRC.dtype).unsqueeze(-1)
         self.chunks = Chunks.of_pairs(
             pairs_NHRDC,
             v_NHRCV,
@@ -52,16 +52,16 @@ class DecayPerHead:
             reads_NHDK=qk_NHDK,
             read_NHRD1=since_start_NHRC1.repeat(1, 1, 1, 2, 1),
             writes_NHCK=k_NHCK,
-            write_NHRC1=until_end_NHRC1,
+            write_NHRC1=self.until_end_NHRC1,
             forget=since_start_NHRC1[..., -1:, :].transpose(2, 3),
         )
 
     def _decay_pairs(self, pairs_NHRDC: Tensor) -> Tensor:
-        """The decay is that of the queries' rows and of the keys' rows alike."""
+        """Multiply the rows of the queries and those of the keys by the same decay."""
         return (pairs_NHRDC.unflatten(3, (2, CHUNK)) * self.decay_NHR1CC).flatten(3, 4)
 
     def backward(self, gradients: ChunkGradients) -> tuple[Tensor, Tensor]:
-        """Gradients of `qk` and `g`."""
+        """Compute the gradients of `qk` and `g`."""
         qk, k = self.qk_NHDK, self.qk_NHDK[:, :, CHUNK:]
         d_products = self._decay_pairs(gradients.d_pairs_NHRDC).sum(2)
         d_qk = gradients.d_reads_NHDK
@@ -72,17 +72,17 @@ class DecayPerHead:
         return d_qk, self._d_decay(gradients)
 
     def _d_decay(self, gradients: ChunkGradients) -> Tensor:
-        """Gradient of `g` from those of the exponents: a decay's gradient times the decay itself.
+        """Compute the gradient of `g` from the gradients of the exponents, each a decay times its gradient.
 
-        A pair adds to one running sum and takes from another, and the gradient of `g` sums over sums: in
-        float64 what cancels, cancels.
+        Each pair adds to one cumulative sum and subtracts from another, and the gradient of `g` is a sum of
+        these sums. float64 keeps the cancellation exact enough.
         """
         u, R = gradients.u_NHRCV, gradients.u_NHRCV.shape[2]
         of_o, of_u = (gradients.d_pairs_NHRDC * self.chunks.pairs_NHRDC).split(CHUNK, 3)
         pairs_NHRCC = of_o.double() + of_u
         reads_NHRD = (per_value_head(gradients.d_read_NHDW, R) * gradients.recalled_NHRDV).sum(-1)
         keeps_NHRC1 = (per_value_head(gradients.d_kept_NHCW, R) * u).sum(-1, keepdim=True).double()
-        keeps_NHRC = (keeps_NHRC1 * self.chunks.write_NHRC1).squeeze(-1)
+        keeps_NHRC = (keeps_NHRC1 * self.until_end_NHRC1).squeeze(-1)
         d_sum_NHRC = pairs_NHRCC.sum(-1) - pairs_NHRCC.sum(-2) - keeps_NHRC
         d_sum_NHRC += reads_NHRD.unflatten(-1, (2, CHUNK)).sum(-2)
         d_sum_NHRC[..., -1] += keeps_NHRC.sum(-1) + gradients.d_forget.sum(2)

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: one signature, two backends."""
+"""Kimi Delta Attention: one function, two backends."""
 
 from torch import Tensor
 
@@ -26,23 +26,23 @@ def chunk_kda(
     cu_seqlens_cpu: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the gated delta rule with a decay per key channel over a sequence.
+    """Compute the gated delta rule with a decay per key channel over a sequence.
 
     Kimi Linear (arXiv 2510.26692), equation 1. Names, shapes and dtypes are those of `fla.ops.kda.chunk_kda`,
-    so that one replaces the other.
+    so that either function replaces the other.
 
     Args:
         q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-            cu_seqlens_cpu, backend: as in `titan_gdn.ops.chunk_gated_delta_rule`.
+            cu_seqlens_cpu, backend: see `titan_gdn.ops.chunk_gated_delta_rule`.
         g: `[B, T, HV, K]` natural logarithm of the decay, at most 0, float32.
-        safe_gate: promises that `g` is at least -5, for which FLA has faster kernels. The "torch" backend
-            is exact for any `g`.
+        safe_gate: the caller guarantees that `g` is at least -5, for which FLA has faster kernels. The
+            "torch" backend ignores it and is exact for any `g`.
 
     Returns:
-        Output and final states, as `titan_gdn.ops.chunk_gated_delta_rule`.
+        The output and the final states, see `titan_gdn.ops.chunk_gated_delta_rule`.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown backend, or "fla" where its kernels do not run.
+        ValueError: the shapes do not fit, the backend is unknown, or FLA's kernels cannot run on the device.
     """
     return run(
         rule_forward, fla_rule_forward, q, k, v, g, beta, scale, initial_state, output_final_state,

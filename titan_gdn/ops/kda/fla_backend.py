@@ -1,4 +1,4 @@
-"""Kimi Delta Attention by the kernels of `fla.ops.kda`."""
+"""Kimi Delta Attention with the kernels of `fla.ops.kda`."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from torch import Tensor
 from titan_gdn.ops.fla_operator import define
 
 
-def _forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, final state, a chunk's scores and `(I + A)^-1`."""
+def _forward(**arguments: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return the output, the final state, the scores inside chunks and `(I + A)^-1`."""
     from fla.ops.kda.chunk_fwd import chunk_kda_fwd
 
     out, final_state, _, scores, inverse, *_ = chunk_kda_fwd(**arguments)

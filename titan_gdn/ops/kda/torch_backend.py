@@ -1,20 +1,22 @@
-"""Kimi Delta Attention in PyTorch, chunk by chunk, on whatever device the tensors are.
+"""Kimi Delta Attention in PyTorch, chunk by chunk, on any device.
 
-Kimi Linear (arXiv 2510.26692), section 3: the gated delta rule with a decay per key channel. Per value head
-and chunk, with `Gc` the running sum of the log decay inside the chunk and `S` the state that it receives:
+Kimi Linear (arXiv 2510.26692), section 3: the gated delta rule with a decay per key channel. For each value
+head and chunk, with `Gc` the cumulative sum of the log decay inside the chunk and `S` the state that it
+receives:
 
     A_ij = beta_i sum_c k_ic k_jc exp(Gc_ic - Gc_jc)  for j < i      u = (I + A)^-1 beta (v - (exp(Gc) k) S)
     P_ij = scale sum_c q_ic k_jc exp(Gc_ic - Gc_jc)                  o = scale (exp(Gc) q) S + P u
                                                 S <- exp(Gc_C) S + (exp(Gc_C - Gc) k)^T u
 
-A pair's decay is no product of one factor a row and one a column that both stay within a float's range: the
-sums of a chunk differ by hundreds. So pairs are formed by halving. For runs of 2, 4, .. tokens, rows of the
-second half decay from the middle, columns of the first half to it, `exp(Gc_i - Gc_m) exp(Gc_m - Gc_j)`.
-Both exponents are at most 0, whatever the gate, every pair falls into one run, and all of it is products of
-matrices. Sums inside halves are added up from those of half the length: never a large sum minus another.
+The decay of a pair cannot be split into one factor per row and one per column for a whole chunk: the sums in
+a chunk differ by hundreds, and one of the factors would overflow. So pairs are computed by halving. In each
+run of 2, 4, .. tokens, the rows of the second half decay from the middle `m`, and the columns of the first
+half decay to it: `exp(Gc_i - Gc_m) exp(Gc_m - Gc_j)`. Both exponents are at most 0 for any gate, every pair
+belongs to exactly one run, and all of this is matrix products. Sums inside halves are added up from those of
+half the length, so a large sum is never subtracted from another.
 
-Shape suffixes as in `titan_gdn.ops.chunked_rule`, with B runs of 2s tokens; value heads have keys of their
-own here, so H counts them and R is 1.
+Shape suffixes as in `titan_gdn.ops.chunked_rule`, with B runs of 2s tokens. Each value head has its own keys
+here, so H is the number of value heads and R is 1.
 """
 
 from typing import NamedTuple
@@ -28,48 +30,51 @@ from titan_gdn.ops.chunked_rule import ChunkGradients, Chunks
 
 
 class _Halves(NamedTuple):
-    """The decays of runs of `2s` tokens: of second halves from the middle, of first halves to it."""
+    """Decays in runs of `2s` tokens: from the middle in second halves, to the middle in first halves."""
 
     from_middle_NHBsK: Tensor
     to_middle_NHBsK: Tensor
 
     @property
     def size(self) -> int:
-        """`s`."""
+        """`s`, half the length of a run."""
         return self.from_middle_NHBsK.shape[3]
 
     def rows(self, qk_NHDK: Tensor) -> Tensor:
-        """Queries and keys of the second halves, as a view `[N, H, B, 2, s, K]`."""
+        """View the queries and keys of the second halves as `[N, H, B, 2, s, K]`."""
         return self._runs(qk_NHDK)[..., 1, :, :].transpose(2, 3)
 
     def columns(self, qk_NHDK: Tensor) -> Tensor:
-        """Keys of the first halves, as a view `[N, H, B, s, K]`."""
+        """View the keys of the first halves as `[N, H, B, s, K]`."""
         return self._runs(qk_NHDK)[:, :, 1, :, 0]
 
     def _runs(self, qk_NHDK: Tensor) -> Tensor:
         return qk_NHDK.unflatten(2, (2, -1, 2, self.size))
 
     def decayed(self, qk_NHDK: Tensor) -> tuple[Tensor, Tensor]:
-        """`rows`, decayed from the middle, `[N, H, B, 2s, K]`, and `columns`, decayed to it."""
+        """Return `rows` decayed from the middle, `[N, H, B, 2s, K]`, and `columns` decayed to it."""
         rows = self.rows(qk_NHDK)
         out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         torch.mul(rows, self.from_middle_NHBsK.unsqueeze(3), out=out)
         return out.flatten(3, 4), self.columns(qk_NHDK) * self.to_middle_NHBsK
 
     def pairs(self, pairs_NHDC: Tensor) -> Tensor:
-        """What pairs of these runs are of all pairs, as a view `[N, H, B, 2, s, s]`."""
+        """View the pairs that these runs hold as `[N, H, B, 2, s, s]`."""
         split = self._runs(pairs_NHDC.unflatten(3, (-1, 2, self.size)))
         return split[:, :, :, :, 1, :, :, 0].diagonal(dim1=3, dim2=5).movedim(-1, 2)
 
 
 def _halves_of(since_start: Tensor, until_end: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of runs of `2s` tokens, as views `[N, H, B, s, K]`: both halves of one, and the first of the other."""
+    """View both halves of runs of `2s` tokens of `since_start`, and the first half of `until_end`.
+
+    Each is `[N, H, B, s, K]`.
+    """
     first, second = since_start.unflatten(2, (-1, 2, size)).unbind(3)
     return first, second, until_end.unflatten(2, (-1, 2, size))[:, :, :, 0]
 
 
 def _halve(g_NHCK: Tensor) -> tuple[list[_Halves], Tensor, Tensor]:
-    """Decays of all runs, then of each token from the start of its chunk and after it to the end."""
+    """Compute the decays of all runs, from each chunk's start through each token, and after it to the end."""
     since_start, until_end, levels = g_NHCK.clone(), torch.zeros_like(g_NHCK), []
     size = 1
     while size < CHUNK:
@@ -82,7 +87,7 @@ def _halve(g_NHCK: Tensor) -> tuple[list[_Halves], Tensor, Tensor]:
 
 
 class DecayPerChannel:
-    """What a decay per key channel makes of a block (a `titan_gdn.ops.chunked_operator.Rule`)."""
+    """A decay per key channel (a `titan_gdn.ops.chunked_operator.Decay`)."""
 
     shares_keys = False
 
@@ -113,14 +118,15 @@ class DecayPerChannel:
         return (qk_NHDK.unflatten(2, (2, CHUNK)) * self.since_start_NHCK.unsqueeze(2)).flatten(2, 3)
 
     def backward(self, gradients: ChunkGradients) -> tuple[Tensor, Tensor]:
-        """Gradients of `qk` and `g`.
+        """Compute the gradients of `qk` and `g`.
 
-        The exponents' gradients go down the runs as `_halve` went up. A decay's gradient is never the
-        difference of two sums, so that it is right where it is far smaller than those of what it decays.
+        The gradients of the exponents go from the longest runs to the shortest, in the reverse order of
+        `_halve`. The gradient of a decay is never a difference of two sums, so it is accurate even where it
+        is much smaller than the gradients of what it multiplies.
         """
         q, k = self.qk_NHDK.split(CHUNK, 2)
         d_rows = self._since_start(gradients.d_reads_NHDK)
-        d_columns = torch.zeros_like(self.qk_NHDK)  # of its queries nothing is used
+        d_columns = torch.zeros_like(self.qk_NHDK)  # the rows of its queries are not used
         d_columns[:, :, CHUNK:] = gradients.d_writes_NHCK * self.until_end_NHCK
         d_since_start = (self.qk_NHDK * d_rows).unflatten(2, (2, CHUNK)).sum(2)
         d_since_start[:, :, -1] += gradients.d_forget.squeeze(-1)

@@ -53,9 +53,9 @@ class AllGather(AllTokens):
             y_BTgW, low_rank, x_local = checkpoint(gather_and_project, x, use_reentrant=False)
         else:
             y_BTgW, low_rank, x_local = gather_and_project(x)
-        y_BTgW, low_rank = (
-            None if x is None else in_order(x, self.mesh, self.tp_mesh, sequence) for x in (y_BTgW, low_rank)
-        )
+        y_BTgW = in_order(y_BTgW, self.mesh, self.tp_mesh, sequence)
+        if low_rank is not None:
+            low_rank = in_order(low_rank, self.mesh, self.tp_mesh, sequence)
         return Projections(y_BTgW, low_rank, x_local)
 
     @staticmethod

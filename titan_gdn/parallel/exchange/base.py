@@ -213,9 +213,9 @@ class AllTokens(WholeDocuments):
             return None
         possible = ", ".join(str(cp) for cp in range(1, heads // tp + 1) if heads // tp % cp == 0)
         return (
-            f"the {heads} key heads are not divisible by tensor_parallel_degree = {tp} times "
-            f"context_parallel_degree = {cp}; with this tp, cp may be {possible}, or any number with "
-            'exchange = "state", which only needs heads that are divisible by tp'
+            f"the {heads} key heads are not divisible by parallelism.tensor_parallel_degree = {tp} times "
+            f"parallelism.context_parallel_degree = {cp}; with this tp, cp may be {possible}, or any number "
+            'with linear_attention.exchange = "state", which only needs heads that are divisible by tp'
         )
 
     def groups(self, groups: int) -> slice:

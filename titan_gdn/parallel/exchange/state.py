@@ -50,6 +50,7 @@ class StatePassing(LocalTokens):
     def convolve(self, convolution: Convolution, x: Tensor, reach: int, sequence: SequenceLayout) -> Tensor:
         """One all-gather: each segment is preceded by the last `reach` tokens of the segment before it."""
         segments, width = sequence.segments, x.shape[-1]
+        assert segments is not None, "the layout was built without CP"
         x_SlW = x.reshape(segments.first.shape[0], -1, width)
         length = x_SlW.shape[1]
         if reach:
@@ -80,6 +81,7 @@ class StatePassing(LocalTokens):
     ) -> Tensor:
         """One all-gather in each direction: the rule starts from the states that earlier segments pass on."""
         segments = sequence.segments
+        assert segments is not None, "the layout was built without CP"
         received_SNKV = self._received(rule, (k, v, g, beta), segments)
         states = received_SNKV.new_zeros(segments.cu_seqlens.shape[0] - 1, *received_SNKV.shape[1:])
         out, _ = rule(
@@ -135,8 +137,8 @@ class StatePassing(LocalTokens):
         if segment >= halo:
             return None
         return (
-            f"segments of {segment} tokens (seq_len = {batch.length} over {parts}) are shorter than the "
-            f"{halo} tokens that the convolution of {shape.kernel_size} needs of the segment before"
+            f"segments of {segment} tokens (training.seq_len = {batch.length} over {parts}) are shorter than "
+            f"the {halo} tokens that the convolution of {shape.kernel_size} needs of the segment before"
         )
 
     @staticmethod
@@ -167,7 +169,8 @@ class StatePassing(LocalTokens):
         copies += FLOAT32 * own * heads * ((K if shape.rule.per_channel else 1) + 1)
         # What the second pass returns: outputs that are not used, and what FLA's kernels keep of each chunk.
         outputs = batch.itemsize * own * heads * (V + transition)
-        rows = batch.itemsize * own * heads * FLA_CHUNK * shape.rule.fla.kept if shape.fla else 0
+        fla = shape.rule.fla if shape.fla else None
+        rows = 0 if fla is None else batch.itemsize * own * heads * FLA_CHUNK * fla.kept
         gathered = FLOAT32 * cp * states * K * (V + transition)
         kept_transitions = (states if batch.regather else inner) * K * transition
         return Traffic(

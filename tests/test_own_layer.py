@@ -122,7 +122,7 @@ FLOAT8 = ("--quantize.linear.name", "float8", "--quantize.linear.emulate")
 
 
 def test_quantization_leaves_out_what_the_layer_keeps_in_full_precision(toml):
-    # With 32 value heads in_proj_a and in_proj_b have rows enough for float8 on a rank.
+    # With 32 value heads in_proj_a and in_proj_b have enough rows per rank for float8.
     wide = ("--model.overrides.n_linear_value_heads", "32")
     config = load_config(["--job.config_file", toml(), *wide, *FLOAT8], 2)
     model = config.model_spec.model

@@ -66,7 +66,7 @@ class OwnLayer(LinearAttention):
         self.gate_out = config.gate_out.build()
 
     def output_gate(self, x_BLD):
-        return apply(self.gate_out, apply(self.gate_in, x_BLD, summed=True))
+        return apply(self.gate_out, apply(self.gate_in, x_BLD, partial_grad=True))
 
     def gates(self, gates_1TgE, low_rank_1Tr, rate_N, dt_bias_N, heads):
         b_1TN, a_1TN = (x.flatten(2) for x in gates_1TgE.float().chunk(2, -1))

@@ -24,7 +24,7 @@ class Draw(random.Random):
 
 
 def drawn(draw):
-    """World size and options of a configuration; options that are not drawn keep the flavour's value."""
+    """World size and options of a configuration; options that are not drawn keep the flavor's value."""
     world_size = draw.choice([1, 2, 2, 4, 4, 4, 8, 8, 16, 64])
     options = _model(draw)
     options |= _mesh(draw, world_size, options)
@@ -105,19 +105,19 @@ def _sizes(draw, world_size, options):
 
 
 def _layers(draw, options):
-    bound = {}
-    if options["model.name"] == "kimi_linear":
-        bound = {"model.overrides.lower_bound": draw.value(["none", -5], [5])}
-    return {
+    layers = {
         "linear_attention.exchange": draw.value(
             ["auto", "auto", "all_to_all", "all_gather", "state", "state"], ["ring"]
         ),
         "linear_attention.regather": draw.choice(["true", "false"]),
         "linear_attention.kernel": draw.value(["auto", "torch"], ["fla", "triton"]),
-        **bound,
+        "model.overrides.lower_bound": draw.value(["none", -5], [0, 5]),
         "linear_attention.machine.across": draw.value(["infiniband", "efa", "tcp"], ["ethernet"]),
         "linear_attention.machine.tflops": draw.value([200, 400], [0]),
     }
+    if options["model.name"] != "kimi_linear":
+        del layers["model.overrides.lower_bound"]
+    return layers
 
 
 def _policy(draw):
@@ -255,7 +255,9 @@ def test_experts_that_are_dealt_out_need_plain_tensors(path, monkeypatch, asked)
     monkeypatch.setenv("NGPU", "4")
     words = ["--job.config_file", path, "--parallelism.tensor_parallel_degree=2", *asked]
     load_config([*words, "--parallelism.spmd_backend=spmd_types"], 4)
-    with pytest.raises(ConfigError, match="spmd_backend = 'partial_dtensor': set it to 'spmd_types'"):
+    with pytest.raises(
+        ConfigError, match="spmd_backend = 'partial_dtensor': set the backend to 'spmd_types'"
+    ):
         load_config([*words, "--parallelism.spmd_backend=partial_dtensor"], 4)
 
 
@@ -264,10 +266,10 @@ def test_a_dry_run_without_a_number_of_ranks_is_refused(path, monkeypatch, ranks
     monkeypatch.delenv("NGPU", raising=False)
     if ranks_given is not None:
         monkeypatch.setenv("NGPU", ranks_given)
-    with pytest.raises(ConfigError, match=r"\[comm\] mode = .*NGPU"):
+    with pytest.raises(ConfigError, match="comm.mode = .*NGPU"):
         load_config(["--job.config_file", path, "--comm.mode=fake_backend"], 1)
 
 
 def test_ranks_that_are_simulated_in_one_process_are_refused(path):
-    with pytest.raises(ConfigError, match=r"\[comm\] mode = .*Possible: default, fake_backend"):
+    with pytest.raises(ConfigError, match="comm.mode = .*Possible: default, fake_backend"):
         load_config(["--job.config_file", path, "--comm.mode=local_tensor"], 1)

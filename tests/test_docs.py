@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import test_imports
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIGURES = ROOT / "docs" / "figures"
@@ -134,6 +136,15 @@ def test_the_diagrams_are_what_their_script_draws(tmp_path):
     draw.main()
     for drawn in tmp_path.glob("*.svg"):
         assert drawn.read_text() == (FIGURES / drawn.name).read_text(), "run python docs/figures/draw.py"
+
+
+def test_the_layout_shows_the_floors_that_imports_are_held_to():
+    from titan_gdn.models import MODELS
+
+    families = {f"models/{name}" for name in MODELS}
+    drawn = [{x.removesuffix("/").removesuffix(".py") for x in rooms} for _, rooms, _ in load("draw").FLOORS]
+    floors = [set(floor) for floor in reversed(test_imports.FLOORS)]
+    assert drawn == [families if "models/*" in floor else floor for floor in floors]
 
 
 def test_the_numbers_of_the_planner_are_those_of_the_table_and_the_chart():

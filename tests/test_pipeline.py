@@ -114,11 +114,11 @@ def test_a_run_stopped_in_stages_goes_on_in_others_and_on_one_rank(family, tmp_p
 
 
 REFUSED = {
-    f"{PP} 8": "8 stages, which the 4 layers of the model do not fill: at least 6 are needed",
-    f"{PP} 4 {SCHEDULE} LoopedBFS": "8 stages, which the 4 layers",
+    f"{PP} 8": "8 stages, but the model has only 4 layers: at least 6 are needed",
+    f"{PP} 4 {SCHEDULE} LoopedBFS": "8 stages, but the model has only 4 layers",
     f"{PP} 2 {SCHEDULE} Interleaved1F1": 'Did you mean "Interleaved1F1B"',
-    f"{PP} 2 {SCHEDULE} ZBVZeroBubble": "loses the gradient of the last norm. Possible: 1F1B, GPipe",
-    f"{PP} 2 {SCHEDULE}_csv plan.csv": "not supported: name one of 1F1B",
+    f"{PP} 2 {SCHEDULE} ZBVZeroBubble": "lose the gradient of the last norm. Possible: 1F1B, GPipe",
+    f"{PP} 2 {SCHEDULE}_csv plan.csv": "not supported: set parallelism.pipeline_parallel_schedule to one of 1F1B",
     f"{PP} 2 {KEY}_layers_per_stage 2": "makes 3 stages.* takes 2$",
     f"{PP} 2 {KEY}_layers_per_stage 0": "at least 1",
     f"{PP} 2 {KEY}_layers_per_stage 1 {SCHEDULE} GPipe": "makes 6 stages.* takes 2$",
@@ -167,8 +167,8 @@ def test_stages_given_by_hand_are_the_model_in_order(parts, tmp_path):
 
     with pytest.raises(ConfigError, match="'layers.0' to 'layers.3', 'norm' and 'lm_head' once each"):
         load(parts)
-    with pytest.raises(ConfigError, match="module_fqns_per_model_part of 1 parts.* takes 2$"):
+    with pytest.raises(ConfigError, match="module_fqns_per_model_part with 1 parts.* takes 2$"):
         load('[["tok_embeddings"]]')
-    with pytest.raises(ConfigError, match="must give the first stage a layer"):
+    with pytest.raises(ConfigError, match="add a layer to the first part"):
         load('[["tok_embeddings"], ["layers.0", "layers.1", "layers.2", "layers.3", "norm", "lm_head"]]')
     load('[["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "lm_head"]]')

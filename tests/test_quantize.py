@@ -110,7 +110,7 @@ def test_the_80b_at_tp_8_and_cp_2_leaves_what_its_slices_say(any_gpu, lines, nam
     assert of_class(model, kinds) == {attr: n for attr, n in widths.items() if attr not in left}
     assert "36 in_proj_ba (decay and beta)" in lines[-1]
     for attr, shape in left.items():
-        assert f"48 {attr}" in lines[-1] and f"({shape} on a rank, no multiples of 128)" in lines[-1]
+        assert f"48 {attr}" in lines[-1] and f"({shape} per rank is not divisible by 128)" in lines[-1]
     with torch.device("meta"):
         built = model.layers[0].linear_attention.build()
     assert type(built.in_proj_qkv).__name__.removeprefix("Local").lower() == f"{name}linear"
@@ -133,7 +133,7 @@ def test_a_slice_that_is_no_multiple_of_16_is_left_with_a_line(lines, exchange, 
     widths = {"dim": 64, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
     model = configured("qwen3_next", "debug", [emulated()], tp, cp, exchange, **heads, **widths)
     assert ("in_proj_qkv" in of_class(model, Float8Linear.Config)) == (shape is None)
-    assert (f"3 in_proj_qkv ({shape} on a rank, no multiples of 16)" in lines[-1]) == (shape is not None)
+    assert (f"3 in_proj_qkv ({shape} per rank is not divisible by 16)" in lines[-1]) == (shape is not None)
 
 
 def test_auto_is_resolved_before_slices_are_measured(lines):
@@ -145,7 +145,7 @@ def test_auto_is_resolved_before_slices_are_measured(lines):
 def test_key_value_heads_fewer_than_tp_ranks_are_measured_by_what_a_rank_uses(lines):
     model = configured("qwen3_next", "debug", [emulated()], tp=4, head_dim=24, partial_rotary_factor=0.5)
     assert not {"wk", "wv"} & of_class(model, Float8Linear.Config).keys()
-    assert "1 wk, 1 wv (24 x 128 on a rank, no multiples of 16)" in lines[-1]
+    assert "1 wk, 1 wv (24 x 128 per rank is not divisible by 16)" in lines[-1]
 
 
 def test_placements_survive_the_conversion():
@@ -206,7 +206,7 @@ def test_float8_recipes_are_those_of_torchao(any_gpu):
 def test_mxfp8_and_nvfp4_convert_what_they_are_told(any_gpu, lines):
     model = configured("qwen3_next", "debug", [MXFP8LinearConverter.Config(fqns=["linear_attention"])])
     assert of_class(model, MXFP8Linear.Config) == dict.fromkeys(["in_proj_qkv", "in_proj_z", "out_proj"], 3)
-    assert "4 w1, 4 w2, 4 w3, 1 wk, 1 wo, 1 wq, 1 wv (by its name)" in lines[-1]
+    assert "4 w1, 4 w2, 4 w3, 1 wk, 1 wo, 1 wq, 1 wv (excluded by name)" in lines[-1]
     only = NVFP4LinearConverter.Config(fqns=["layers.0."])
     model = configured("qwen3_next", "debug", [only], run={"training": {"seq_len": 512}})
     assert of_class(model, LocalNVFP4Linear.Config) == {"in_proj_qkv": 1, "in_proj_z": 1, "out_proj": 1}
@@ -232,9 +232,9 @@ def test_experts_are_converted_and_their_tokens_padded(any_gpu, lines, converter
         assert isinstance(routed.token_dispatcher, TorchAOTokenDispatcher.Config)
         assert routed.token_dispatcher.pad_multiple == pad
         assert routed.inner_experts.sharding_config is not None
-    assert "4 of 4 experts: 4 inner_experts; left as they are: nothing" in lines[-1]
+    assert "4 of 4 experts: 4 inner_experts; not quantized: none" in lines[-1]
     model = configured("qwen3_next", "debug_moe", [converter], tp=4, run=BFLOAT16)  # 96 / 4 = 24
-    assert "0 of 4 experts; left as they are: 4 inner_experts (24 x 128 on a rank" in lines[-1]
+    assert "0 of 4 experts; not quantized: 4 inner_experts (24 x 128 per rank" in lines[-1]
     assert not isinstance(model.layers[0].moe.routed_experts.token_dispatcher, TorchAOTokenDispatcher.Config)
 
 
@@ -296,7 +296,7 @@ def test_compilation_is_told_to_the_converter(any_gpu, monkeypatch):
         (
             '[quantize.experts]\nname = "mxfp8"',
             ("--training.mixed_precision_param", "bfloat16"),
-            "SM100 or later architectures. Here none is possible.",
+            "SM100 or later architectures. No format is possible here.",
         ),
         ('[quantize.experts]\nname = "mxfp8"', (), 'needs training.mixed_precision_param = "bfloat16"'),
         (
@@ -307,27 +307,27 @@ def test_compilation_is_told_to_the_converter(any_gpu, monkeypatch):
         (
             '[quantize.experts]\nname = "float8"',
             ("--model.flavor", "debug"),
-            "the model has no experts; leave the table out",
+            "the model has no experts; remove the table",
         ),
         (
             '[quantize.linear]\nname = "float8"\nemulate = true',
             ("--compile.enable",),
-            "quantize.linear.emulate runs eagerly: set compile.enable = false",
+            "does not support torch.compile: set compile.enable = false",
         ),
         (
             '[quantize.linear]\nname = "float8"\nemulate = true\nrecipe_name = "rowwise_with_gw_hp"',
             (),
-            "leave out recipe_name, or emulate",
+            "remove recipe_name, or remove emulate",
         ),
         (
             '[quantize.linear]\nname = "float8"\nemulate = true\nfilter_fqns = ["auto_filter_small_kn"]',
             (),
-            "name those to leave out",
+            "list the linears to exclude by name",
         ),
         (
             '[quantize.linear]\nname = "float8"\nemulate = true',
             ("--training.seq_len", "72"),
-            "training.seq_len = 72 leaves 72 tokens on a rank",
+            "training.seq_len = 72 gives each rank 72 tokens",
         ),
         (
             '[quantize.linear]\nname = "nvfp4"',

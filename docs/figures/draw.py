@@ -223,40 +223,51 @@ def _state(drawing: Drawing, y: float) -> None:
 
 FLOORS = (
     ("commands", ("train.py", "plan/", "bench/", "reference.py"), "what a person runs"),
-    ("runs", ("config/", "data/"), "TOML to TorchTitan's Trainer.Config; the text_files data set"),
+    ("runs", ("config/",), "a TOML file to TorchTitan's Trainer.Config, and the checks of a run"),
     (
-        "models",
-        ("models/qwen3_next/", "models/kimi_linear/", "models/hybrid/"),
-        "one folder a family; hybrid/ is what they share",
+        "families",
+        ("models/qwen3_next/", "models/kimi_linear/"),
+        "one folder per model family; no family imports another",
+    ),
+    (
+        "hybrid",
+        ("models/hybrid/",),
+        "what the families share: block, builders, checks, pipeline, quantization",
     ),
     ("layers", ("layers/",), "TorchTitan Modules with a Config; each declares what is true of it"),
-    ("parallel", ("parallel/", "parallel/exchange/"), "a DeviceMesh and tensors in, tensors out"),
-    ("ops", ("ops/",), "pure functions on local tensors: rules, convolution"),
+    (
+        "parallel",
+        ("parallel/",),
+        "a DeviceMesh and tensors in, tensors out; one file per exchange",
+    ),
+    (
+        "ground",
+        ("ops/", "data/", "assets/", "runtime/"),
+        "pure functions on local tensors; data sets; patches of libraries",
+    ),
 )
+"""From the top: a floor's name, its folders and files in titan_gdn, and what they hold."""
 
 
 def layout() -> Drawing:
     """The folders as floors."""
-    height, gap, top = 48, 14, 24
+    height, gap, top = 48, 14, 20
     total = len(FLOORS) * (height + gap)
-    drawing = Drawing(1010, top + total + 34, "The folders of titan_gdn as floors: lower never imports upper")
+    drawing = Drawing(1010, top + total + 30, "The folders of titan_gdn as floors: lower never imports upper")
     for i, (name, folders, what) in enumerate(FLOORS):
         y = top + i * (height + gap)
-        drawing.box(20, y, 805, height, "#e4f0fb", "#8aa9c4", 6)
+        drawing.box(20, y, 970, height, "#e4f0fb", "#8aa9c4", 6)
         drawing.text(36, y + 29, name, 15, bold=True)
-        drawing.text(140, y + 20, " · ".join(folders), 14, mono=True)
-        drawing.text(140, y + 39, what, 13, color=MUTED)
+        drawing.text(150, y + 29, " · ".join(folders), 13, mono=True)
+        drawing.text(500, y + 29, what, 13, color=MUTED)
         if i + 1 < len(FLOORS):
-            drawing.arrow([(427, y + height + 1), (427, y + height + gap - 1)])
-    drawing.box(840, top, 155, total - gap, "#fdf3d8", "#c9ac5b", 6)
-    drawing.text(917, top + 29, "runtime/", 14, "middle", mono=True, bold=True)
-    for i, line in enumerate(
-        ("patches of torch and", "TorchTitan, each with", "its reason; life", "without a GPU")
-    ):
-        drawing.text(917, top + 58 + i * 19, line, 13, "middle", color=MUTED)
-    for i, line in enumerate(("imports torch and", "TorchTitan only")):
-        drawing.text(917, top + 150 + i * 19, line, 13, "middle", color=MUTED)
-    drawing.text(20, top + total + 14, "An arrow reads: may import. No floor imports one above it.", 13)
+            drawing.arrow([(75, y + height + 1), (75, y + height + gap - 1)])
+    drawing.text(
+        20,
+        top + total + 12,
+        "An arrow reads: may import. A file imports from its own folder and from lower floors.",
+        13,
+    )
     return drawing
 
 

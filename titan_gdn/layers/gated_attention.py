@@ -1,4 +1,4 @@
-"""The softmax attention of Qwen3-Next: an output gate, zero-centred norms of q and k, partial rotary.
+"""The softmax attention of Qwen3-Next: an output gate, zero-centered norms of q and k, partial rotary.
 
 Shape suffixes: B batch, L sequence, D model width, N query heads, M key-value heads, H head width.
 """
@@ -28,13 +28,13 @@ from titan_gdn.parallel.sequence import SequenceLayout
 
 
 class GatedAttention(BaseAttention):
-    """Full attention with `sigmoid` output gate.
+    """Full attention with a sigmoid output gate.
 
-    `wq` projects, head by head, to the query and then its gate. While key-value heads divide by `tp`, `wk`
-    and `wv` are column-parallel as `wq` is. Where `tp` exceeds them, their weights are whole on every TP
-    rank, each rank projects to the one head its queries share, and the gradients are summed over TP. These
-    heads have a name of their own in the `Config`, because TorchTitan's decoder refuses `tp` above a field
-    named `n_kv_heads`.
+    The rows of `wq` hold, for each head, its query and then its gate. If the number of key-value heads is
+    divisible by `tp`, `wk` and `wv` are column-parallel like `wq`. If `tp` exceeds it, `wk` and `wv` are
+    replicated over TP, each rank projects to the one head that its queries share, and the gradients are
+    summed over TP. The field is `n_key_value_heads`, because TorchTitan's decoder raises an error if `tp`
+    exceeds a field named `n_kv_heads`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -53,15 +53,15 @@ class GatedAttention(BaseAttention):
 
         @property
         def pair_width(self) -> int:
-            """Dimensions that a pair of tokens multiplies in a head: those of its score and of its value."""
+            """Products per head and pair of tokens: the width of a key plus the width of a value."""
             return 2 * self.head_dim
 
         def set_sharding(self, *, tp: int, enable_sp: bool) -> None:
-            """Declare the placements of the layer's parameters, inputs and outputs.
+            """Declares the placements of the layer's parameters, inputs and outputs.
 
             Args:
                 tp: degree of tensor parallelism.
-                enable_sp: sequence parallelism.
+                enable_sp: whether hidden states between layers are sharded over TP.
             """
             self.sharding_config = ShardingConfig(
                 in_src_shardings={"x_BLD": between_layers(enable_sp)},
@@ -77,10 +77,11 @@ class GatedAttention(BaseAttention):
             self.wo.sharding_config = rowwise_config(output_sp=enable_sp)
             self.q_norm.sharding_config = _head_norm()
             self.k_norm.sharding_config = _head_norm()
-            # Over CP too the inner attention sees its own shard only, and gathers keys and values itself:
-            # TorchTitan declares that under one of its backends, and wraps forwards under the other.
+            # The inner attention takes local shards, over CP too, and gathers keys and values itself.
+            # TorchTitan gathers them by a declaration under one of its SPMD backends and by a wrapped forward
+            # under the other; this declaration serves both.
             heads = dense_activation_placement(tp=spmd.S(2))
-            inputs = dict.fromkeys(("q_BLNH", "k_BLNH", "v_BLNH"), heads)
+            inputs = {"q_BLNH": heads, "k_BLNH": heads, "v_BLNH": heads}
             self.inner_attention.sharding_config = ShardingConfig(
                 in_src_shardings=inputs,
                 in_dst_shardings=inputs,
@@ -104,11 +105,14 @@ class GatedAttention(BaseAttention):
         self.inner_attention = config.inner_attention.build()
 
     def split_sequence(self, cp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
-        """Say over which ranks sequences are split: `cp_mesh` or None; over TP the placements say it."""
+        """Sets the CP sub-mesh over which sequences are sharded, None without context parallelism.
+
+        `tp_mesh` is unused: the placements that `Config.set_sharding` declares handle TP.
+        """
         self.inner_attention.cp_mesh = cp_mesh
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Choose the key-value head of this rank where there are fewer than ranks, then as any `Module`."""
+        """Parallelizes the layer. If TP ranks outnumber key-value heads, selects the head of this rank."""
         tp_mesh = parallel_dims.get_optional_mesh("tp")
         if tp_mesh is not None and tp_mesh.size() > self.n_key_value_heads:
             head = tp_mesh.get_local_rank() * self.n_key_value_heads // tp_mesh.size()
@@ -116,10 +120,12 @@ class GatedAttention(BaseAttention):
         super().parallelize(parallel_dims)
 
     def key_value(self, linear: Linear, x_BLD: torch.Tensor) -> torch.Tensor:
-        """`[B, L, D]` to the keys or the values of this rank's heads, `[B, L, M, H]`."""
+        """Projects `[B, L, D]` to the keys or the values of this rank's heads, `[B, L, M, H]`."""
         if self.key_value_rows is None:
             return local_head_split(linear(x_BLD), self.head_dim)
-        return local_head_split(apply(linear, x_BLD, rows=self.key_value_rows, summed=True), self.head_dim)
+        return local_head_split(
+            apply(linear, x_BLD, rows=self.key_value_rows, partial_grad=True), self.head_dim
+        )
 
     def forward(
         self,
@@ -129,16 +135,16 @@ class GatedAttention(BaseAttention):
         positions: torch.Tensor | None,
         sequence: SequenceLayout,
     ) -> torch.Tensor:
-        """Attend inside documents.
+        """Computes attention inside each document.
 
         Args:
-            x_BLD: `[B, L, D]` hidden states.
-            attention_masks: the block mask of FlexAttention; `DocumentAttention` needs none.
-            positions: `[B, L]` positions inside documents.
+            x_BLD: hidden states of this CP rank's tokens, `[B, L, D]`.
+            attention_masks: the block mask of FlexAttention; `DocumentAttention` ignores it.
+            positions: positions inside documents, `[B, L]`.
             sequence: the documents of this forward.
 
         Returns:
-            `[B, L, D]`.
+            `[B, L, D]` in the dtype of `x_BLD`.
         """
         q_BLNH, gate_BLNH = local_head_split(self.wq(x_BLD), 2 * self.head_dim).chunk(2, -1)
         k_BLMH, v_BLMH = self.key_value(self.wk, x_BLD), self.key_value(self.wv, x_BLD)
@@ -156,7 +162,7 @@ class GatedAttention(BaseAttention):
 
 
 def _head_norm() -> ShardingConfig:
-    """A norm inside heads. All heads share its weight, so its gradient is summed over TP."""
+    """The placements of a norm inside heads. The gradient of its shared weight is summed over TP."""
     heads = dense_activation_placement(tp=spmd.S(2))
     return ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.R)},
@@ -166,7 +172,10 @@ def _head_norm() -> ShardingConfig:
 
 
 def _replicated_key_value() -> ShardingConfig:
-    """More TP ranks than key-value heads: the weight is replicated, the output is each rank's own head."""
+    """The placements of `wk` and `wv` if TP ranks outnumber key-value heads.
+
+    The weight is replicated, and the output of each rank is its own head.
+    """
     replicated = dense_activation_placement(tp=spmd.R)
     return ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.R)},

@@ -17,7 +17,7 @@ from titan_gdn.ops.rules import GATED_DELTA_RULE
 class GatedDeltaNet(LinearAttention):
     """The linear attention layer of Qwen3-Next.
 
-    Parameters, with `W = 2K + R*V` rows a group: `in_proj_qkv.weight` `[G*W, D]` (q, k, v0 .. v(R-1)),
+    Parameters, with `W = 2K + R*V` rows per group: `in_proj_qkv.weight` `[G*W, D]` (q, k, v0 .. v(R-1)),
     `in_proj_z.weight` `[G*R*V, D]`, `in_proj_ba.weight` `[G*2R, D]` (b0 .., a0 ..), `conv.weight`
     `[G, W, C]`, `decay.A_log` and `decay.dt_bias` `[G*R]`, `norm.weight` `[V]`, `out_proj.weight`
     `[D, G*R*V]`.
@@ -35,8 +35,8 @@ class GatedDeltaNet(LinearAttention):
         in_proj_ba: Linear.Config
 
     @classmethod
-    def configure(cls, widths: Widths) -> Config:
-        """The configuration of a layer of these widths, initialized as transformers' `Qwen3Next`."""
+    def configure(cls, widths: Widths) -> LinearAttention.Config:
+        """Returns the configuration of a layer of these widths, initialized as transformers' `Qwen3Next`."""
         return super().configure(
             widths,
             in_proj_z=linear(widths.dim, widths.value_heads * widths.value_dim),
@@ -54,18 +54,18 @@ class GatedDeltaNet(LinearAttention):
         self.in_proj_ba = config.in_proj_ba.build()
 
     def output_gate(self, x_BLD: Tensor) -> Tensor:
-        """`z`, a linear of the hidden states."""
+        """Returns `z`, a linear projection of the hidden states, `[B, L, N * V]`."""
         return apply(self.in_proj_z, x_BLD)
 
     def gates(
         self, gates_1TgE: Tensor, low_rank_1Tr: None, rate_N: Tensor, dt_bias_N: Tensor, heads: slice
     ) -> tuple[Tensor, Tensor]:
-        """`g = rate * softplus(a + dt_bias)` and `beta = sigmoid(b)`, both `[1, T, N]`."""
+        """Returns `g = rate * softplus(a + dt_bias)` and `beta = sigmoid(b)`, both `[1, T, N]` in float32."""
         b_1TN, a_1TN = (x.flatten(2) for x in gates_1TgE.float().chunk(2, -1))
         return rate_N * F.softplus(a_1TN + dt_bias_N), b_1TN.sigmoid()
 
 
 @torch.no_grad()
 def _initialize_rate(A_log: Tensor) -> None:
-    """Draw `A` uniformly from (0.01, 16). At 0 its logarithm is not finite (transformers #47944)."""
+    """Draws `A` uniformly from (0.01, 16). The logarithm of 0 is not finite (transformers #47944)."""
     A_log.uniform_(0.01, 16).log_()

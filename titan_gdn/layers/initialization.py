@@ -1,4 +1,4 @@
-"""Linears and how their weights are initialized."""
+"""Initializers of weights, and the linears that use them."""
 
 from functools import partial
 
@@ -13,5 +13,5 @@ ONES = {"weight": nn.init.ones_}
 
 
 def linear(in_features: int, out_features: int) -> Linear.Config:
-    """A linear without bias."""
+    """Returns the configuration of a linear without bias, its weight initialized with `NORMAL`."""
     return Linear.Config(in_features=in_features, out_features=out_features, param_init=WEIGHT)

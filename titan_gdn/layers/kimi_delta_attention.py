@@ -16,7 +16,7 @@ from titan_gdn.ops import kda_gate
 from titan_gdn.ops.rules import KIMI_DELTA_RULE
 
 SAFE_BOUND = -5.0
-"""The strongest log decay that FLA's faster kernels take (`safe_gate`)."""
+"""The lowest `lower_bound` with which FLA's faster kernels work (`safe_gate`)."""
 
 _LOWEST = -torch.finfo(torch.float32).max
 
@@ -24,14 +24,15 @@ _LOWEST = -torch.finfo(torch.float32).max
 class KimiDeltaAttention(LinearAttention):
     """The linear attention layer of Kimi Linear and GLM-5.3-Flash: a decay per key channel.
 
-    Parameters, with `W = 2K + R*V` rows a group: `in_proj_qkv.weight` `[G*W, D]` (q, k, v0 .. v(R-1)),
+    Parameters, with `W = 2K + R*V` rows per group: `in_proj_qkv.weight` `[G*W, D]` (q, k, v0 .. v(R-1)),
     `in_proj_b.weight` `[G*R, D]`, `conv.weight` `[G, W, C]`, the low-rank decay gate `f_a.weight` `[r, D]`
     and `f_b.weight` `[G*R*K, r]`, the low-rank output gate `g_a.weight` `[r, D]` and `g_b.weight`
-    `[G*R*V, r]`,
-    `decay.A_log` `[G*R]` and `decay.dt_bias` `[G*R*K]`, `norm.weight` `[V]`, `out_proj.weight` `[D, G*R*V]`.
+    `[G*R*V, r]`, `decay.A_log` `[G*R]` and `decay.dt_bias` `[G*R*K]`, `norm.weight` `[V]`, `out_proj.weight`
+    `[D, G*R*V]`.
 
-    The ranks exchange neither wide gate. Each rank computes the output gate of its own tokens. Of the decay
-    gate they exchange the low-rank product `f_a(x)`, and each rank expands it for its own heads.
+    The ranks do not exchange the full-width gates. Each rank computes the output gate for its own tokens. For
+    the decay gate, the ranks exchange the low-rank product `f_a(x)`, and each rank expands it for its own
+    heads.
     """
 
     title = "Kimi Delta Attention"
@@ -50,20 +51,28 @@ class KimiDeltaAttention(LinearAttention):
         g_a: Linear.Config
         g_b: Linear.Config
         lower_bound: float | None = None
-        """Bound of the log decay, below 0: -5 in GLM-5.3-Flash. None: unbounded."""
+        """Lower bound of the log decay, negative: -5 in GLM-5.3-Flash. None: unbounded."""
 
         def __post_init__(self) -> None:
-            # `super()` fails here: the dataclass decorator with slots makes a new class.
+            # `super()` does not work here, because the dataclass decorator with slots makes a new class.
             LinearAttention.Config.__post_init__(self)
             if self.lower_bound is not None and not _LOWEST < self.lower_bound < 0:
                 raise ValueError(
-                    f"lower_bound = {self.lower_bound}: expected a negative float32 number, which the log "
-                    "decay stays above, or none"
+                    f"lower_bound = {self.lower_bound}: expected a negative float32 number, the lower bound "
+                    "of the log decay, or none"
                 )
 
     @classmethod
-    def configure(cls, widths: Widths, lower_bound: float | None = None) -> Config:
-        """The configuration of a layer of these widths, initialized as Kimi Linear."""
+    def configure(cls, widths: Widths, lower_bound: float | None = None) -> LinearAttention.Config:
+        """Returns the configuration of a layer of these widths, initialized as Kimi Linear is.
+
+        Args:
+            widths: the sizes of the layer.
+            lower_bound: see `Config.lower_bound`.
+
+        Raises:
+            ValueError: `lower_bound` is not a negative float32 number.
+        """
         key_channels, value_channels = (
             widths.value_heads * width for width in (widths.key_dim, widths.value_dim)
         )
@@ -95,32 +104,32 @@ class KimiDeltaAttention(LinearAttention):
         self.g_b = config.g_b.build()
 
     def output_gate(self, x_BLD: Tensor) -> Tensor:
-        """A low-rank product of the hidden states."""
-        return apply(self.g_b, apply(self.g_a, x_BLD, summed=True))
+        """Returns the low-rank projection `g_b(g_a(x))`, `[B, L, N * V]`."""
+        return apply(self.g_b, apply(self.g_a, x_BLD, partial_grad=True))
 
     def gates(
         self, gates_1TgE: Tensor, low_rank_1Tr: Tensor, rate_N: Tensor, dt_bias_N: Tensor, heads: slice
     ) -> tuple[Tensor, Tensor]:
-        """`g` `[1, T, N, K]`, the `kda_gate` of the expanded low-rank product, and `beta = sigmoid(b)`."""
+        """Returns `g = kda_gate(f_b(low_rank))` `[1, T, N, K]` and `beta = sigmoid(b)` `[1, T, N]`."""
         K = self.key_head_dim
         f = apply(self.f_b, low_rank_1Tr, rows=slice(heads.start * K, heads.stop * K))
         g = kda_gate(f.unflatten(-1, (-1, K)), rate_N, dt_bias_N.view(-1, K), self.lower_bound)
         return g, gates_1TgE.flatten(2).float().sigmoid()
 
     def run_rule(self, *inputs: Tensor, **kernel: Any) -> tuple[Tensor, Tensor | None]:
-        """The delta rule with a decay per channel, and FLA's faster kernels where the bound allows them."""
+        """Runs the rule, with FLA's faster kernels if `lower_bound` is at least `SAFE_BOUND`."""
         safe_gate = self.lower_bound is not None and self.lower_bound >= SAFE_BOUND
         return self.rule.run(*inputs, safe_gate=safe_gate, **kernel)
 
 
 @torch.no_grad()
 def _initialize_rate(A_log: Tensor) -> None:
-    """Draw `A` uniformly from (1, 16)."""
+    """Draws `A` uniformly from (1, 16)."""
     A_log.uniform_(1, 16).log_()
 
 
 @torch.no_grad()
 def _initialize_dt_bias(dt_bias: Tensor) -> None:
-    """The inverse softplus of steps that are log-uniform between 0.001 and 0.1."""
+    """Draws steps log-uniformly from (0.001, 0.1) and stores their inverse softplus."""
     dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
     dt_bias.add_(torch.log(-torch.expm1(-dt)))

@@ -1,16 +1,16 @@
 """The base class of linear attention layers.
 
-Heads come in groups: a key head and its `R` value heads. Fused projections are laid out group by group, so
-that a contiguous run of groups is a contiguous run of rows, and no shard cuts through q, k or v.
+A head group is a key head and its `R` value heads. The rows of fused projections are ordered by group, so
+that consecutive groups are consecutive rows, and no shard boundary falls inside q, k or v.
 
-A forward hands tensors on in this order; the exchange is what context parallelism (CP) does to the layer:
+A forward runs these steps. The exchange adapts the layer to context parallelism (CP):
 
     x -- exchange.to_heads(project) -> y -- exchange.convolve -> q, k, v -- gates -> g, beta
       -- exchange.recur(rule) -> out -- exchange.to_tokens -> out of own tokens -- norm, gate -- out_proj
 
-Shape suffixes: B batch, L tokens of this rank, T all tokens, D model width, G head groups of this TP rank, g
-of them those of this CP rank, W rows of a group, E rows of a group's gates, N value heads, K and V head
-widths, C kernel of the convolution, r width of a low-rank gate.
+Shape suffixes: B batch, L tokens of this rank, T tokens for which this rank runs the rule, D model width, G
+head groups of this TP rank, g head groups of this CP rank, W rows of a group, E rows of a group's gates, N
+value heads, K and V head widths, C kernel of the convolution, r width of the low-rank projection.
 """
 
 from dataclasses import dataclass, field, fields
@@ -47,19 +47,20 @@ class LinearAttentionConfig:
 
     kernel: Backend = "auto"
     """Backend of the convolution and the rule: "fla" (FLA's Triton kernels), "torch" (PyTorch), or "auto",
-    which takes FLA where its kernels run and PyTorch elsewhere."""
+    which selects FLA if its kernels run on the device and PyTorch otherwise."""
 
     exchange: str = field(default="auto", metadata={"choices": choices})
-    """What the ranks of context parallelism exchange: "all_to_all" exchanges tokens for heads, "all_gather"
-    gathers hidden states, "state" passes the recurrent state on. "auto" takes the exchange that costs the
+    """What the CP ranks exchange: "all_to_all" reshards from tokens to heads, "all_gather" gathers hidden
+    states, "state" passes the recurrent state from rank to rank. "auto" selects the exchange that takes the
     least time on `machine` and logs why."""
 
     regather: bool = False
-    """Save memory by communicating again in the backward: "all_gather" gathers hidden states again, "state"
-    the transitions of segments. Not needed with activation checkpointing."""
+    """Communicate again in the backward instead of keeping what was gathered, which saves memory:
+    "all_gather" gathers the hidden states again, "state" the transitions of segments. Not needed with
+    activation checkpointing."""
 
     machine: Machine = Machine()
-    """The machine for which "auto" chooses."""
+    """The machine for which "auto" selects an exchange."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +73,8 @@ class Widths:
         value_heads: number of value heads, a multiple of `key_heads`.
         key_dim: `K`, width of a key head.
         value_dim: `V`, width of a value head.
-        conv_kernel: `C`, tokens that the convolution sees.
-        gate_rank: `r`, width of low-rank gates, for layers that have them.
+        conv_kernel: `C`, kernel size of the convolution in tokens.
+        gate_rank: `r`, rank of low-rank gates; layers without such gates ignore it.
         norm_eps: epsilon of the output norm.
     """
 
@@ -90,16 +91,17 @@ class Widths:
 class Decay(Module):
     """The parameters of the decay, in float32 whatever the model's dtype.
 
-    A module of its own, because FSDP's mixed precision would round them: all layers' decays form one
-    float32 FSDP unit, which the model calls before its blocks. What it returns are computed tensors,
-    so that they outlive the unit's parameters and travel into compiled blocks as arguments.
+    They are a module of their own, because FSDP's mixed precision would round them. The decays of all layers
+    form one float32 FSDP unit, which the model calls before its blocks. The module returns computed tensors,
+    not parameters, so that they stay valid after FSDP reshards the unit and can be passed into compiled
+    blocks as arguments.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         n_value_heads: int
         channels: int = 1
-        """Decays a value head."""
+        """Decays per value head: 1, or the width of a key head if the rule decays per channel."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -108,12 +110,12 @@ class Decay(Module):
         self.dt_bias = nn.Parameter(torch.empty(config.n_value_heads * config.channels, dtype=torch.float32))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The rate `-exp(A_log)` `[N]` and the bias of its argument `[N * channels]`, float32."""
+        """Returns the rate `-exp(A_log)` `[N]` and the bias `dt_bias` `[N * channels]`, both float32."""
         return -self.A_log.exp(), self.dt_bias.clone()
 
 
 class GroupedConv(Module):
-    """Holds the depthwise kernels, group by group: `[G, W, C]`."""
+    """Holds the kernels of the depthwise convolution, ordered by head group: `[G, W, C]`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -127,24 +129,24 @@ class GroupedConv(Module):
 
 
 class LinearAttention(Module):
-    """A layer that mixes tokens by a recurrence with a state.
+    """A layer that mixes tokens with a recurrent state.
 
-    A subclass declares what is true of it, and nothing about it is written anywhere else:
+    A subclass declares these class attributes, and every other part of the package reads them from here:
 
     - `title`: its name in logs and tables.
     - `rule`: the recurrence (`titan_gdn.ops.rules`).
-    - `per_head`: its linears whose rows belong to heads. TP shards them over dimension 0.
-    - `replicated`: its linears and norms that are whole on every TP rank.
-    - `exchanged`: the linears of `per_head` whose products the rule needs of all tokens, `in_proj_qkv`
-      first. Their rows stand head group by head group.
-    - `low_rank`: the linear of `replicated` whose narrow product every rank needs of all tokens, whatever
-      its heads; None if there is none.
-    - `full_precision`: its linears that are never quantized, and what each one makes.
+    - `per_head`: its modules whose rows belong to heads. TP shards their weights over dimension 0.
+    - `replicated`: its linears and norms whose weights are replicated over TP.
+    - `exchanged`: the linears in `per_head` whose outputs the rule needs for all tokens, `in_proj_qkv` first.
+      Their rows are ordered by head group.
+    - `low_rank`: the linear in `replicated` whose low-rank output every rank needs for all tokens, whatever
+      heads it runs; None if there is none.
+    - `full_precision`: its linears that are never quantized, each with the quantity that it computes.
 
-    It implements `gates` and `output_gate`, and `configure`, which makes its `Config` from `Widths`.
+    A subclass implements `gates`, `output_gate`, and `configure`, which returns its `Config` for `Widths`.
 
-    Heads are sharded over TP in whole groups. Of a TP rank's groups, each CP rank runs its share with the
-    rows of the weights that belong to them. The layer computes on local tensors (see `Config.set_sharding`).
+    Heads are sharded over TP in whole groups, and each CP rank runs some of the groups of its TP rank. The
+    layer computes on local tensors (see `Config.set_sharding`).
     """
 
     title: ClassVar[str]
@@ -169,13 +171,13 @@ class LinearAttention(Module):
         run: LinearAttentionConfig
 
         def __post_init__(self) -> None:
-            layer = self._owner
+            layer = self.layer_class
             modules = {f.name for f in fields(self) if isinstance(getattr(self, f.name), Module.Config)}
             placed = {*layer.per_head, *layer.replicated, "out_proj", "decay"}
             for name in sorted(modules - placed):
                 raise ValueError(
                     f"{layer.__name__}.{name} has no placement: add it to {layer.__name__}.per_head (sharded "
-                    "over TP by heads) or .replicated (whole on every TP rank)"
+                    "over TP by heads) or .replicated (replicated over TP)"
                 )
             low_rank = () if layer.low_rank is None else (layer.low_rank,)
             for declaration, names, possible in (
@@ -191,9 +193,15 @@ class LinearAttention(Module):
                         f"{', '.join(sorted(possible))}"
                     )
 
+        @property
+        def layer_class(self) -> "type[LinearAttention]":
+            """The class of the layer that this configures."""
+            assert self._owner is not None  # set by TorchTitan when the layer class is defined
+            return self._owner
+
         def shape(self) -> LayerShape:
-            """The layer as the traffic model sees it."""
-            layer = self._owner
+            """Returns the sizes from which the traffic model computes the costs of the layer."""
+            layer = self.layer_class
             return LayerShape(
                 width=self.in_proj_qkv.in_features,
                 exchanged=sum(getattr(self, name).out_features for name in layer.exchanged),
@@ -210,13 +218,13 @@ class LinearAttention(Module):
             )
 
         def set_sharding(self, *, tp: int, enable_sp: bool) -> None:
-            """Declare the placements of the layer's parameters, inputs and outputs.
+            """Declares the placements of the layer's parameters, inputs and outputs.
 
             Args:
                 tp: degree of tensor parallelism.
-                enable_sp: sequence parallelism.
+                enable_sp: whether hidden states between layers are sharded over TP.
             """
-            layer = self._owner
+            layer = self.layer_class
             set_weights(spmd.S(0), *(getattr(self, name) for name in layer.per_head))
             set_weights(spmd.R, *(getattr(self, name) for name in layer.replicated))
             set_weights(spmd.S(1), self.out_proj)
@@ -228,14 +236,15 @@ class LinearAttention(Module):
 
     @classmethod
     def configure(cls, widths: Widths, **own: Any) -> Config:
-        """The configuration of a layer of these widths; it trains from its initial weights.
+        """Returns the configuration of a layer of these widths, with its initializers.
 
         Args:
-            widths: of the layer.
-            **own: the fields of the subclass's `Config`, and `decay` and `norm`. A subclass passes them on.
+            widths: the sizes of the layer.
+            **own: the fields that the subclass adds to `Config`, and `decay` and `norm`. A subclass overrides
+                this method and passes them.
         """
         width = 2 * widths.key_dim + widths.value_heads // widths.key_heads * widths.value_dim
-        bound = widths.conv_kernel**-0.5  # what torch.nn.Conv1d takes for one input channel
+        bound = widths.conv_kernel**-0.5  # as torch.nn.Conv1d with one input channel
         return cls.Config(
             n_key_heads=widths.key_heads,
             n_value_heads=widths.value_heads,
@@ -277,61 +286,64 @@ class LinearAttention(Module):
         dt_bias_N: Tensor,
         heads: slice,
     ) -> tuple[Tensor, Tensor]:
-        """The log decay `g` and the write strength `beta` of all tokens for some heads, float32.
+        """Computes the log decay `g` and the write strength `beta` for the heads that this rank runs.
 
         Args:
-            gates_1TgE: products of the linears in `exchanged` after `in_proj_qkv`, group by group.
-            low_rank_1Tr: product of the linear `low_rank`, None if there is none.
-            rate_N: decay rate of these heads, the first result of `Decay`.
-            dt_bias_N: bias of the decay's argument for these heads, the second result of `Decay`.
-            heads: which of the TP rank's value heads these are.
+            gates_1TgE: outputs of the linears that follow `in_proj_qkv` in `exchanged`, `[1, T, g, E]`.
+            low_rank_1Tr: output of the linear `low_rank`, `[1, T, r]`, None if there is none.
+            rate_N: decay rates of these heads, the first result of `Decay`, `[N]`.
+            dt_bias_N: biases of these heads, the second result of `Decay`, `[N * channels]`.
+            heads: indices of these heads among the value heads of the TP rank.
 
         Returns:
-            `g` `[1, T, N]`, or `[1, T, N, K]` where the rule decays per channel, and `beta` `[1, T, N]`.
+            `g`, `[1, T, N]`, or `[1, T, N, K]` if the rule decays per channel, and `beta`, `[1, T, N]`. Both
+            are float32.
         """
         raise NotImplementedError
 
     def output_gate(self, x_BLD: Tensor) -> Tensor:
-        """The argument of the output's gate for all heads of the TP rank, `[B, L, N * V]`."""
+        """Returns the output gate before its activation for all heads of the TP rank, `[B, L, N * V]`."""
         raise NotImplementedError
 
     def run_rule(self, *inputs: Tensor, **kernel: Any) -> tuple[Tensor, Tensor | None]:
-        """Run `rule`; a layer overrides this to add arguments of its own."""
+        """Runs `rule`. A layer overrides this method to add arguments of its own."""
         return self.rule.run(*inputs, **kernel)
 
     def project_low_rank(self, x_BLD: Tensor) -> Tensor | None:
-        """What the rule needs of every token whatever the head, `[B, L, r]`; None if there is nothing.
+        """Returns the output of the linear `low_rank`, `[B, L, r]`, None if there is none.
 
-        TP ranks use it for different heads, so its gradients are partial sums.
+        TP ranks use it for different heads, so the gradients of its weight are partial sums.
         """
-        return None if self.low_rank is None else apply(getattr(self, self.low_rank), x_BLD, summed=True)
+        return (
+            None if self.low_rank is None else apply(getattr(self, self.low_rank), x_BLD, partial_grad=True)
+        )
 
     def split_sequence(self, cp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
-        """Set the sub-meshes over which sequences are sharded.
+        """Sets the sub-meshes over which sequences are sharded.
 
         Args:
             cp_mesh: the CP sub-mesh, None without context parallelism.
             tp_mesh: the TP sub-mesh if hidden states are sharded over it between layers, else None.
 
         Raises:
-            ValueError: the exchange is still "auto". A model chooses one when it is configured.
+            ValueError: the exchange is still "auto", which `update_from_config` of a model replaces.
         """
         self.exchange = make_exchange(self.run.exchange, cp_mesh, tp_mesh, self.run.regather)
 
     def forward(
         self, x_BLD: Tensor, rate_N: Tensor, dt_bias_N: Tensor, *, sequence: SequenceLayout
     ) -> Tensor:
-        """Mix the tokens of each document.
+        """Mixes the tokens of each document.
 
         Args:
-            x_BLD: hidden states of this rank's tokens, `[B, L, D]`, or `[B, L / tp, D]` where they are
-                sharded over TP.
-            rate_N: the rate of the decay, first of what `self.decay()` returned in this forward.
-            dt_bias_N: the bias of its argument, the second.
+            x_BLD: hidden states of this rank's tokens, `[B, L, D]`, or `[B, L / tp, D]` if they are sharded
+                over TP.
+            rate_N: decay rates, the first result of `self.decay()` in this forward, `[N]`.
+            dt_bias_N: biases of the decay, the second result, `[N * channels]`.
             sequence: the documents of this forward.
 
         Returns:
-            `[B, L, D]`, under TP this rank's summand of it.
+            `[B, L, D]`, under TP a partial sum.
         """
         conv_GWC = local(self.conv.weight)
         groups = self.exchange.groups(conv_GWC.shape[0])
@@ -346,10 +358,10 @@ class LinearAttention(Module):
         )
         out_BLNV = self.exchange.to_tokens(out_BTNV, sequence)
         gate_BLNV = self.output_gate(x_local_BLD).unflatten(-1, (-1, self.value_head_dim))
-        return apply(self.out_proj, apply(self.norm, out_BLNV, gate_BLNV, summed=True).flatten(2))
+        return apply(self.out_proj, apply(self.norm, out_BLNV, gate_BLNV, partial_grad=True).flatten(2))
 
     def project(self, x_BLD: Tensor, groups: slice) -> Tensor:
-        """The exchanged products of some groups as one tensor `[B, L, g, W + E]`; q, k and v first."""
+        """Returns the outputs of the linears in `exchanged` for some head groups, `[B, L, g, W + E]`."""
         parts = []
         for name, width in self.rows_per_group.items():
             rows = slice(groups.start * width, groups.stop * width)
@@ -366,10 +378,23 @@ class LinearAttention(Module):
         heads: slice,
         sequence: SequenceLayout,
     ) -> Tensor:
-        """Convolution, gates and rule of some groups and the tokens that run here, to `[B, T, N, V]`."""
+        """Runs convolution, gates and rule for the tokens and head groups of this rank.
+
+        Args:
+            y_BTgW: outputs of the linears in `exchanged`, `[B, T, g, W + E]`.
+            low_rank_BTr: output of the linear `low_rank`, `[B, T, r]`, None if there is none.
+            conv_gWC: kernels of the convolution, `[g, W, C]`.
+            rate_N: decay rates of these heads, `[N]`.
+            dt_bias_N: biases of the decay of these heads, `[N * channels]`.
+            heads: indices of these heads among the value heads of the TP rank.
+            sequence: the documents of this forward.
+
+        Returns:
+            `[B, T, N, V]`.
+        """
         batch, length = y_BTgW.shape[:2]
         width, K, V = conv_gWC.shape[1], self.key_head_dim, self.value_head_dim
-        # The kernels take packed documents as one row.
+        # The kernels take all packed documents in one row.
         qkv_1TgW, gates_1TgE = y_BTgW.flatten(0, 1).unsqueeze(0).split([width, y_BTgW.shape[-1] - width], -1)
         convolution = partial(causal_conv1d, weight=conv_gWC.flatten(0, 1), backend=self.run.kernel)
         reach = conv_gWC.shape[2] - 1

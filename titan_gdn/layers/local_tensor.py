@@ -1,35 +1,40 @@
-"""Modules inside a region of local tensors, where their parameters may be DTensors on the TP sub-mesh."""
+"""Calls modules on local tensors, although their parameters may be DTensors on the TP sub-mesh."""
+
+from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.func import functional_call
 
 
-def local(parameter: Tensor, summed: bool = False) -> Tensor:
-    """This rank's shard of a parameter.
+def local(parameter: Tensor, partial_grad: bool = False) -> Tensor:
+    """Returns this rank's shard of a parameter.
 
     Args:
-        parameter: plain, or a DTensor on the TP sub-mesh.
-        summed: the parameter is whole on every TP rank and each uses it for something else, so that its
-            gradient is the sum over them.
+        parameter: a plain tensor, or a DTensor on the TP sub-mesh.
+        partial_grad: whether the gradients of the TP ranks are partial sums. This is so if the parameter is
+            replicated and each rank applies it to different tokens or heads.
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.to_local(grad_placements=[Partial()] if summed else None)
+    return parameter.to_local(grad_placements=[Partial()] if partial_grad else None)
 
 
-def apply(module: nn.Module, *args: Tensor, rows: slice | None = None, summed: bool = False) -> Tensor:
-    """Call a module that has one parameter, `weight`, with this rank's shard of it.
+def apply(module: nn.Module, *args: Tensor, rows: slice | None = None, partial_grad: bool = False) -> Tensor:
+    """Calls a module whose only parameter is `weight` with this rank's shard of it.
 
-    The module's own forward runs, so that a quantized linear stays one.
+    The module's own forward runs, so that quantized linears work too.
 
     Args:
         module: a linear or a norm.
-        *args: local tensors, or what the module's own `sharding_config` makes local.
-        rows: use these rows of the weight only.
-        summed: see `local`.
+        *args: local tensors, or DTensors that the module's own `sharding_config` makes local.
+        rows: the rows of the shard to use, None for all.
+        partial_grad: see `local`.
+
+    Returns:
+        What the module returns.
     """
-    weight = local(module.weight, summed)
+    weight = local(cast(Tensor, module.weight), partial_grad)
     if rows is not None and (rows.start, rows.stop) != (0, weight.shape[0]):
         weight = weight[rows]
     if weight is module.weight:

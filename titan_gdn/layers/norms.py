@@ -1,4 +1,4 @@
-"""RMS norms as Qwen3-Next has them. Both compute in float32 and return the dtype of their input."""
+"""The RMS norms of Qwen3-Next and Kimi Linear. Both compute in float32 and keep the dtype of the input."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -29,14 +29,14 @@ class OffsetRMSNorm(_RMSNorm):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`[..., dim]` to the same. The argument's name is the one that TorchTitan's norm shardings use."""
+        """Normalizes `[..., dim]`. TorchTitan's shardings of norms require the argument's name `input`."""
         return F.rms_norm(input.float(), self.weight.shape, 1 + self.weight.float(), self.eps).type_as(input)
 
 
 class GatedRMSNorm(_RMSNorm):
-    """`weight * x / rms(x) * gate` over the last dimension, the gate through `silu` or `sigmoid`.
+    """`weight * x / rms(x) * activation(gate)` over the last dimension.
 
-    transformers, `Qwen3NextRMSNormGated` (silu) and Kimi Linear's output norm (sigmoid).
+    The activation is silu in Qwen3-Next (transformers, `Qwen3NextRMSNormGated`) and sigmoid in Kimi Linear.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -48,6 +48,6 @@ class GatedRMSNorm(_RMSNorm):
         self.activation = F.silu if config.gate == "silu" else torch.sigmoid
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """`x` and `gate` `[..., dim]` to `[..., dim]`."""
+        """Normalizes `x` `[..., dim]` and multiplies it by the activation of `gate` `[..., dim]`."""
         normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
         return (normed * self.activation(gate.float())).type_as(x)

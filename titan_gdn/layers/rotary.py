@@ -1,4 +1,4 @@
-"""Rotary position embedding of the first dimensions of a head."""
+"""Rotary position embedding that rotates the first dimensions of a head."""
 
 import math
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from torchtitan.models.common.rope import CosSinRoPE
 
 
 class PartialRotary(CosSinRoPE):
-    """TorchTitan's cosine and sine rotation, for the first `dim` dimensions of a wider head.
+    """TorchTitan's rotary embedding, applied to the first `dim` dimensions of a wider head.
 
-    With YaRN (arXiv 2309.00071) the attention temperature `0.1 ln(factor) + 1` multiplies cosine and
-    sine, as transformers has it. TorchTitan leaves it to the scale of the softmax, which would also
-    scale the dimensions that do not turn.
+    With YaRN (arXiv 2309.00071) the attention temperature `0.1 ln(factor) + 1` multiplies cosine and sine, as
+    in transformers. TorchTitan multiplies the scale of the softmax instead, which would also scale the
+    dimensions that are not rotated.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class PartialRotary(CosSinRoPE):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn `[B, L, N, H]` queries and `[B, L, M, H]` keys at `[B, L]` positions."""
+        """Rotates queries `[B, L, N, H]` and keys `[B, L, M, H]` by their positions `[B, L]`."""
         dim = self.config.dim
-        turned = super().forward(query[..., :dim], key[..., :dim], positions)
-        return tuple(torch.cat([x, y[..., dim:]], -1) for x, y in zip(turned, (query, key), strict=True))
+        q, k = super().forward(query[..., :dim], key[..., :dim], positions)
+        return torch.cat([q, query[..., dim:]], -1), torch.cat([k, key[..., dim:]], -1)

@@ -1,7 +1,7 @@
-"""The vocabulary in which layers declare the placements of their parameters and activations.
+"""Functions with which layers declare the placements of their parameters and activations.
 
 Between layers, hidden states are sharded over the sequence under sequence parallelism, and replicated over TP
-without it. Each layer's `Config.set_sharding` says the rest with these functions.
+without it. Each layer's `Config.set_sharding` calls these functions.
 """
 
 import spmd_types as spmd
@@ -15,23 +15,25 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLa
 
 
 def between_layers(enable_sp: bool) -> SpmdLayout:
-    """The placement of hidden states between layers."""
+    """Returns the placement of hidden states between layers."""
     return dense_sequence_parallel_placement() if enable_sp else dense_activation_placement(tp=spmd.I)
 
 
 def set_weights(tp: spmd.PerMeshAxisSpmdType, *modules: Module.Config) -> None:
-    """Give the weight of each module the placement `tp` on the TP sub-mesh."""
+    """Sets the placement of each module's weight on the TP sub-mesh to `tp`."""
     for module in modules:
         module.sharding_config = ShardingConfig(state_shardings={"weight": dense_param_placement(tp=tp)})
 
 
 def local_region(enable_sp: bool, x: str, **others: SpmdLayout) -> ShardingConfig:
-    """The placements of a layer that computes on local tensors and gathers what it needs itself.
+    """Returns the placements of a layer that computes on local tensors and does its own communication.
+
+    The layer returns partial sums over TP.
 
     Args:
-        enable_sp: sequence parallelism.
+        enable_sp: whether hidden states between layers are sharded over TP.
         x: name of the hidden states, the first argument of the layer's forward.
-        **others: names of the other positional arguments in order, with their placements.
+        **others: names and placements of the other positional arguments, in order.
     """
     between, partial = between_layers(enable_sp), dense_activation_placement(tp=spmd.P)
     # Without sequence parallelism all TP ranks compute with the same hidden states, so their gradients are

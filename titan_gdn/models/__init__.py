@@ -1,4 +1,4 @@
-"""The model families by the names that a TOML file gives them, one folder each."""
+"""The model families, one folder each, by the names that TOML files use."""
 
 import importlib
 from types import ModuleType
@@ -7,14 +7,17 @@ MODELS: dict[str, str] = {
     "qwen3_next": "titan_gdn.models.qwen3_next",
     "kimi_linear": "titan_gdn.models.kimi_linear",
 }
-"""The possible values of `model.name`, and the package of each family."""
+"""The possible values of `model.name`, with the package of each family."""
 
 
 def load(name: str) -> ModuleType:
-    """Import the package of a model family.
+    """Imports the package of a model family.
 
-    It has `flavors` (see `titan_gdn.models.hybrid.Flavor`) and `model_registry`, and a module
-    `config_registry` with `trainer_config`.
+    The package has `flavors` (see `titan_gdn.models.hybrid.Flavor`) and `model_registry`, and its module
+    `config_registry` has `trainer_config`.
+
+    Args:
+        name: a key of `MODELS`.
 
     Raises:
         ValueError: `name` is not in `MODELS`.

@@ -1,7 +1,8 @@
-"""What models of linear and full attention have in common, in the files where TorchTitan has it."""
+"""What models of linear and full attention share, in files that are named as in TorchTitan's models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.components.quantization import QuantizationConverter
@@ -21,8 +22,8 @@ class Flavor:
     """A model of a family.
 
     Attributes:
-        arguments: of the family's builder; `[model.overrides]` replaces some of them.
-        run: what it is trained with by default.
+        arguments: the arguments that build the model. `[model.overrides]` replaces some of them.
+        run: the settings that it is trained with by default.
     """
 
     arguments: HybridArguments
@@ -37,18 +38,18 @@ def model_spec(
     *,
     linear_attention: LinearAttentionConfig | None = None,
     converters: list[QuantizationConverter.Config] | None = None,
-    **overrides: object,
+    **overrides: Any,
 ) -> ModelSpec:
-    """The model of a flavor, as TorchTitan's trainer takes it.
+    """Returns the specification of a model for TorchTitan's trainer.
 
     Args:
-        name: of the family.
-        flavors: its flavors.
-        adapter: converts its state dicts from and to Hugging Face's.
+        name: name of the family.
+        flavors: the flavors of the family, by name.
+        adapter: converts the family's state dicts to and from the Hugging Face format.
         flavor: a name in `flavors`.
-        linear_attention: how the linear attention layers are run.
+        linear_attention: how the linear attention layers are run; the defaults if None.
         converters: what is quantized, and how; at most one for linears and one for experts.
-        **overrides: arguments of the flavor that are replaced.
+        **overrides: arguments that replace those of the flavor.
 
     Raises:
         ValueError: there is no such flavor, or the arguments contradict each other.

@@ -1,4 +1,4 @@
-"""The layer of hybrid models, and questions about a list of them."""
+"""The layer of hybrid models, and functions that select among a list of layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,29 +44,43 @@ class HybridBlock(Module):
         *,
         sequence: SequenceLayout,
     ) -> torch.Tensor:
-        """`[B, L, D]` to `[B, L, D]`; `decay` is what this layer's `Decay` returned, if it has one."""
+        """Computes the hidden states after this layer.
+
+        Args:
+            x_BLD: hidden states `[B, L, D]`.
+            attention_masks: the block mask of FlexAttention.
+            positions: positions inside documents, `[B, L]`.
+            decay: what the `Decay` of this layer returned in this forward, None if it has full attention.
+            sequence: the documents of this forward.
+
+        Returns:
+            `[B, L, D]`.
+        """
         h_BLD = self.attention_norm(x_BLD)
         if self.linear_attention is not None:
+            assert decay is not None
             h_BLD = self.linear_attention(h_BLD, *decay, sequence=sequence)
         else:
+            assert self.attention is not None
             h_BLD = self.attention(
                 h_BLD, attention_masks=attention_masks, positions=positions, sequence=sequence
             )
         x_BLD = x_BLD + h_BLD
         feed_forward = self.moe if self.moe_enabled else self.feed_forward
+        assert feed_forward is not None
         return x_BLD + feed_forward(self.ffn_norm(x_BLD))
 
 
 def linear_layers(layers: Sequence[HybridBlock.Config]) -> list[LinearAttention.Config]:
-    """The linear attention layers in order."""
+    """Returns the configurations of the linear attention layers, in order."""
     return [layer.linear_attention for layer in layers if layer.linear_attention is not None]
 
 
 def linear_kinds(layers: Sequence[HybridBlock.Config]) -> list[LinearAttention.Config]:
-    """One linear attention layer of each class, in order. Layers of one class are alike."""
+    """Returns one linear attention layer of each class, in order. Layers of one class have equal sizes."""
     return list({type(layer): layer for layer in reversed(linear_layers(layers))}.values())
 
 
 def names_of(layers: Sequence[HybridBlock.Config], kind: LinearAttention.Config) -> list[str]:
-    """The names `"layers.0"` and so on of the layers whose linear attention is of the class of `kind`."""
+    """Returns the names `"layers.0"`, ... of the layers whose linear attention has the class of `kind`."""
     return [f"layers.{i}" for i, layer in enumerate(layers) if type(layer.linear_attention) is type(kind)]

@@ -1,4 +1,4 @@
-"""What builders of hybrid models share: their arguments, checked, and the configurations of their modules.
+"""What builders of hybrid models share: validated arguments, and configurations of common modules.
 
 A model family derives its arguments from `HybridArguments`, or from `SparseArguments` if it has experts, and
 adds a method `config` that builds the model (see `titan_gdn.models.qwen3_next.model`). The fields of its
@@ -7,9 +7,9 @@ arguments are the keys of `[model.overrides]`; the string below each is its docu
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-from torchtitan.models.common import Embedding, FeedForward
+from torchtitan.models.common import Embedding, FeedForward, RMSNorm
 from torchtitan.models.common.attention import BaseAttention
 from torchtitan.models.common.config_utils import (
     make_ffn_config,
@@ -27,20 +27,20 @@ from titan_gdn.models.hybrid.block import HybridBlock
 from titan_gdn.models.hybrid.model import HybridModel
 
 KINDS = ("linear_attention", "full_attention")
-"""What a layer's `layer_types` may be."""
+"""The possible entries of `layer_types`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridArguments:
-    """The arguments that the builders of all hybrid models have.
+    """The arguments that all hybrid models have.
 
     Raises:
-        ValueError: an argument is out of range, or contradicts another. Names it, its value, and what is
-            expected.
+        ValueError: an argument is out of range or contradicts another. The message names the argument, its
+            value and the expected values.
     """
 
     vocab_size: int
-    """Rows of the embedding."""
+    """Number of tokens in the vocabulary."""
 
     dim: int
     """Width of the hidden states."""
@@ -49,10 +49,10 @@ class HybridArguments:
     """Number of layers."""
 
     full_attention_interval: int = 4
-    """The layers whose numbers (from 1) are multiples of this attend fully, the others linearly."""
+    """The layers whose numbers (from 1) are multiples of this have full attention, the others linear."""
 
     layer_types: list[str] | None = None
-    """"linear_attention" or "full_attention" for each layer, instead of the interval."""
+    """"linear_attention" or "full_attention" for each layer. Replaces `full_attention_interval`."""
 
     norm_eps: float
     """Epsilon of all norms."""
@@ -67,13 +67,13 @@ class HybridArguments:
     """Value heads of the linear attention, a multiple of its key heads."""
 
     linear_key_head_dim: int
-    """Width of its key heads."""
+    """Width of a key head of the linear attention."""
 
     linear_value_head_dim: int
-    """Width of its value heads."""
+    """Width of a value head of the linear attention."""
 
     linear_conv_kernel: int = 4
-    """Tokens that its convolution sees."""
+    """Kernel size of the linear attention's convolution, in tokens."""
 
     hidden_dim: int
     """Hidden width of dense feed-forwards."""
@@ -100,19 +100,19 @@ class HybridArguments:
             self.refuse("layer_types", f"one of {KINDS} for each of the {self.n_layers} layers")
 
     def refuse(self, name: str, expected: str) -> NoReturn:
-        """Raise the `ValueError` that names an argument, its value, and what is expected of it."""
+        """Raises a `ValueError` that names an argument, its value and the expected values."""
         raise ValueError(f"{name} = {getattr(self, name)}: expected {expected}")
 
     def check_at_least_1(self, *names: str) -> None:
-        """Check that each of these arguments is at least 1."""
+        """Checks that each of these arguments is at least 1."""
         for name in names:
             if getattr(self, name) < 1:
                 self.refuse(name, "at least 1")
 
-    def check_divides(self, part: str, whole: str) -> None:
-        """Check that the argument `part` divides the argument `whole`."""
-        if getattr(self, whole) % getattr(self, part):
-            self.refuse(part, f"a divisor of {whole} = {getattr(self, whole)}")
+    def check_divides(self, divisor: str, number: str) -> None:
+        """Checks that the argument `number` is divisible by the argument `divisor`."""
+        if getattr(self, number) % getattr(self, divisor):
+            self.refuse(divisor, f"a divisor of {number} = {getattr(self, number)}")
 
     def kinds(self) -> list[str]:
         """One of `KINDS` for each layer."""
@@ -124,7 +124,7 @@ class HybridArguments:
         ]
 
     def linear_attention_widths(self) -> Widths:
-        """The widths of the linear attention layers."""
+        """Returns the sizes of the linear attention layers."""
         return Widths(
             dim=self.dim,
             key_heads=self.n_linear_key_heads,
@@ -136,7 +136,7 @@ class HybridArguments:
         )
 
     def config(self) -> HybridModel.Config:
-        """The configuration of the model."""
+        """Returns the configuration of the model."""
         raise NotImplementedError
 
 
@@ -145,10 +145,10 @@ class SparseArguments(HybridArguments):
     """The arguments of models with experts."""
 
     n_experts: int
-    """Routed experts; 0 makes every layer dense."""
+    """Number of routed experts; 0 makes every layer dense."""
 
     n_experts_per_token: int
-    """Experts that a token is routed to."""
+    """Number of experts to which each token is routed."""
 
     expert_hidden_dim: int
     """Hidden width of a routed expert."""
@@ -157,14 +157,14 @@ class SparseArguments(HybridArguments):
     """Hidden width of the shared expert."""
 
     load_balance_coeff: float | None = None
-    """Step of TorchTitan's bias that balances experts (arXiv 2408.15664); none: no such bias."""
+    """Step size of TorchTitan's bias that balances experts (arXiv 2408.15664); none: no such bias."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.load_balance_coeff is not None and not self.load_balance_coeff > 0:
             self.refuse("load_balance_coeff", "a positive number")
         if self.n_experts < 0:
-            self.refuse("n_experts", "at least 0, which makes every layer dense")
+            self.refuse("n_experts", "at least 0 (0 makes every layer dense)")
         if self.n_experts == 0:
             return
         self.check_at_least_1("n_experts_per_token", "expert_hidden_dim", "shared_expert_hidden_dim")
@@ -172,21 +172,21 @@ class SparseArguments(HybridArguments):
             self.refuse("n_experts_per_token", f"at most n_experts = {self.n_experts}")
         for name in ("dim", "expert_hidden_dim"):
             if getattr(self, name) % 8:  # torch's grouped products need rows of 16 bytes
-                self.refuse(name, "a multiple of 8, with experts")
+                self.refuse(name, "a multiple of 8 if the model has experts")
 
 
 def feed_forward(dim: int, hidden_dim: int) -> FeedForward.Config:
-    """A dense SwiGLU."""
+    """Returns the configuration of a dense SwiGLU feed-forward."""
     return make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=WEIGHT, w2w3_param_init=WEIGHT)
 
 
 def moe(arguments: SparseArguments, shared_experts: FeedForward.Config, **router: Any) -> MoE.Config:
-    """Routed and shared experts.
+    """Returns the configuration of routed and shared experts.
 
     Args:
-        arguments: number and widths of the experts, and the step of the bias that balances them.
-        shared_experts: the feed-forward that every token goes through.
-        **router: what else `make_router_config` takes: score function, normalization and scale.
+        arguments: number and widths of the experts, and the step size of the bias that balances them.
+        shared_experts: the feed-forward that processes every token.
+        **router: further arguments of `make_router_config`: score function, normalization and scale.
     """
     dim, n_experts, top_k = arguments.dim, arguments.n_experts, arguments.n_experts_per_token
     return make_moe_config(
@@ -219,30 +219,35 @@ def decoder(
     norm: Callable[[int], Module.Config],
     enable_weight_tying: bool = False,
 ) -> HybridModel.Config:
-    """Build a model layer by layer.
+    """Builds the configuration of a model, layer by layer.
 
     Args:
-        arguments: widths, vocabulary and the kinds of the layers.
-        linear_attention: makes a linear attention layer.
-        attention: makes a full attention layer.
-        mlp: makes the feed-forward of a layer from its number (from 0), dense or with experts.
-        norm: makes a norm of a width.
-        enable_weight_tying: embedding and head share one weight.
+        arguments: widths, vocabulary and the kind of each layer.
+        linear_attention: returns the configuration of a linear attention layer.
+        attention: returns the configuration of a full attention layer.
+        mlp: returns the feed-forward of a layer, dense or with experts, given its number (from 0).
+        norm: returns the configuration of a norm, given its width.
+        enable_weight_tying: whether embedding and head share one weight.
     """
     dim, vocab_size = arguments.dim, arguments.vocab_size
 
     def layer(i: int, kind: str) -> HybridBlock.Config:
-        mixer = {"attention": attention()} if kind == "full_attention" else {kind: linear_attention()}
-        part = mlp(i)
-        ffn = {"moe" if isinstance(part, MoE.Config) else "feed_forward": part}
-        return HybridBlock.Config(attention_norm=norm(dim), ffn_norm=norm(dim), **mixer, **ffn)
+        ffn, linear = mlp(i), kind == "linear_attention"
+        return HybridBlock.Config(
+            attention_norm=norm(dim),
+            ffn_norm=norm(dim),
+            linear_attention=linear_attention() if linear else None,
+            attention=None if linear else attention(),
+            moe=ffn if isinstance(ffn, MoE.Config) else None,
+            feed_forward=None if isinstance(ffn, MoE.Config) else ffn,
+        )
 
     return HybridModel.Config(
         dim=dim,
         vocab_size=vocab_size,
         tok_embeddings=Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=WEIGHT),
         layers=[layer(i, kind) for i, kind in enumerate(arguments.kinds())],
-        norm=norm(dim),
+        norm=cast(RMSNorm.Config, norm(dim)),  # TorchTitan also builds other norms
         lm_head=linear(dim, vocab_size),
         enable_weight_tying=enable_weight_tying,
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def check(
     model: Decoder.Config, converters: list[QuantizationConverter.Config], config: "Trainer.Config"
 ) -> None:
-    """Validate a run against a model, on any machine.
+    """Validates a run against a model, on any machine.
 
     Args:
         model: the model.
@@ -51,10 +51,14 @@ def check(
 
 
 def check_device(model: Decoder.Config, converters: list[QuantizationConverter.Config]) -> None:
-    """Check that kernels and number formats run on this machine.
+    """Checks that kernels and number formats run on this machine.
+
+    Args:
+        model: the model.
+        converters: what is quantized, and how.
 
     Raises:
-        ValueError: says what does not run here, why, and what is possible.
+        ValueError: says what does not run on this machine, why, and what is possible.
     """
     kernel = next((layer.run.kernel for layer in linear_layers(model.layers)), "auto")
     if kernel == "fla" and (reason := why_not_fla(torch.device(device_type))):
@@ -63,11 +67,11 @@ def check_device(model: Decoder.Config, converters: list[QuantizationConverter.C
 
 
 def _check_widths(model: Decoder.Config, parallelism: ParallelismConfig) -> None:
-    """Check what TP shards: it divides heads, hidden widths and the vocabulary."""
+    """Checks that heads, hidden widths and the vocabulary are divisible by the degree of TP."""
     tp = parallelism.tensor_parallel_degree
     sharded = {"rows of the vocabulary": model.vocab_size}
     for kind in linear_kinds(model.layers):
-        sharded[f"key heads of {kind._owner.title}"] = kind.n_key_heads
+        sharded[f"key heads of {kind.layer_class.title}"] = kind.n_key_heads
     if model.first_attention:
         sharded["query heads of the full attention"] = model.first_attention.n_heads
     for layer in model.layers:
@@ -87,10 +91,14 @@ def _check_widths(model: Decoder.Config, parallelism: ParallelismConfig) -> None
 
 
 def _hidden_widths(layer: HybridBlock.Config, ep: int) -> dict[str, int]:
-    """The widths of a feed-forward that TP shards. Expert parallelism never shards a single expert."""
+    """Returns the widths of a feed-forward that TP shards. EP never shards a single expert."""
+    widths = {}
+    if layer.feed_forward is not None:
+        widths["hidden dimensions of a feed-forward"] = layer.feed_forward.w1.out_features
     if layer.moe is None:
-        return {"hidden dimensions of a feed-forward": layer.feed_forward.w1.out_features}
-    widths = {"hidden dimensions of the shared expert": layer.moe.shared_experts.w1.out_features}
+        return widths
+    if layer.moe.shared_experts is not None:
+        widths["hidden dimensions of the shared expert"] = layer.moe.shared_experts.w1.out_features
     if ep == 1:
         # In units of 8, because torch's grouped products need rows of 16 bytes.
         hidden_dim = layer.moe.routed_experts.inner_experts.hidden_dim
@@ -103,7 +111,7 @@ def _divisors(counts: list[int]) -> str:
 
 
 def _check_experts(model: Decoder.Config, parallelism: ParallelismConfig) -> None:
-    """Check what EP shards, and what FSDP shards: the rows of experts, if ranks outnumber experts."""
+    """Checks that experts are divisible by the degree of EP, and their rows by FSDP if it shards them."""
     ep = parallelism.expert_parallel_degree
     layer = next((layer.moe for layer in model.layers if layer.moe is not None), None)
     if layer is None:
@@ -137,7 +145,7 @@ def _check_experts(model: Decoder.Config, parallelism: ParallelismConfig) -> Non
 
 
 def _check_routing(model: Decoder.Config, config: "Trainer.Config") -> None:
-    """Check forced load balancing: under TP, TorchTitan's router then mixes DTensors and plain tensors."""
+    """Checks forced load balancing. Under TP, TorchTitan's router then mixes DTensors and plain tensors."""
     parallelism, tp = config.parallelism, config.parallelism.tensor_parallel_degree
     experts = any(layer.moe is not None for layer in model.layers)
     if experts and tp > 1 and parallelism.spmd_backend == "partial_dtensor" and forces_load_balance(config):
@@ -152,9 +160,9 @@ def _check_routing(model: Decoder.Config, config: "Trainer.Config") -> None:
 
 
 def forces_load_balance(config: "Trainer.Config") -> bool:
-    """Whether routers give every expert equally many tokens: on request, and in a dry run with EP.
+    """Whether routers assign the same number of tokens to every expert: on request, and in a dry run with EP.
 
-    In a dry run each rank receives what it sends, and torch's fake backend does not repeat an empty tensor.
+    In a dry run each rank receives what it sends, and torch's fake backend cannot repeat an empty tensor.
     """
     dry = config.comm.mode == "fake_backend" and config.parallelism.expert_parallel_degree > 1
     return dry or config.debug.moe_force_load_balance
@@ -190,13 +198,13 @@ def _check_length(model: Decoder.Config, parallelism: ParallelismConfig, seq_len
 
 
 def _check_exchange(model: Decoder.Config, config: "Trainer.Config") -> None:
-    """Check that the exchange of each kind of layer is possible; for "auto", that any exchange is."""
+    """Checks that the exchange of each kind of layer is possible; for "auto", that any exchange is."""
     for layer in linear_kinds(model.layers):
         exchange = layer.run.exchange
         if exchange == "auto":
             choice_of(model, layer, config)
         elif reason := impossible(exchange, layer.shape(), batch_of(layer, config)):
-            name = layer._owner.title
+            name = layer.layer_class.title
             raise ValueError(f'linear_attention.exchange = "{exchange}" of {name}: {reason}')
 
 
@@ -225,7 +233,7 @@ def _check_checkpointing(config: "Trainer.Config") -> None:
 
 
 def _check_optimizer(model: Decoder.Config, config: "Trainer.Config") -> None:
-    """Check that on every pipeline stage each group matches a parameter that no earlier group matches.
+    """Checks that on every pipeline stage each group matches a parameter that no earlier group matches.
 
     TorchTitan matches the names that modules have when they are wrapped for activation checkpointing.
     """

@@ -1,6 +1,7 @@
-"""The settings that a model trains with unless a TOML file or the command line changes them."""
+"""The default training configuration of a model, which a TOML file and the command line change."""
 
 from dataclasses import dataclass
+from typing import Literal, cast
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -9,6 +10,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -21,14 +23,14 @@ PATTERNS = (r"(A_log|dt_bias|norm\.weight)$", ".*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDefaults:
-    """What a flavor sets in the run that it is trained in. The defaults are those of a published model."""
+    """The training settings that depend on the flavor. The defaults suit a published model."""
 
     lr: float = 3e-4
     warmup_steps: int = 200
     local_batch_size: int = 1
     seq_len: int = 4096
     steps: int = 10000
-    mixed_precision_param: str = "bfloat16"
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     full_checkpointing: bool = True
 
 
@@ -41,16 +43,21 @@ DEBUG_RUN = RunDefaults(
     mixed_precision_param="float32",
     full_checkpointing=False,
 )
-"""A run of minutes on a CPU."""
+"""The settings of a run that takes minutes on a CPU."""
 
 
 def run_of(spec: ModelSpec, run: RunDefaults) -> Trainer.Config:
-    """The run of a model."""
+    """Returns the training configuration of a model.
+
+    Args:
+        spec: the model.
+        run: the settings that depend on the flavor.
+    """
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=BYTE_TOKENIZER,
         loss=ChunkedLossWrapper.Config(
-            loss_fn=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=cast(Decoder.Config, spec.model).vocab_size)
         ),
         optimizer=_adamw(run.lr),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=run.warmup_steps),
@@ -58,7 +65,7 @@ def run_of(spec: ModelSpec, run: RunDefaults) -> Trainer.Config:
             local_batch_size=run.local_batch_size,
             seq_len=run.seq_len,
             steps=run.steps,
-            # Document offsets go to the host once a forward, which a CUDA graph cannot hold.
+            # Each forward copies document offsets to the host, which a CUDA graph does not support.
             disable_cuda_graphs=True,
             mixed_precision_param=run.mixed_precision_param,
         ),

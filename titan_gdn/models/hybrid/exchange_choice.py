@@ -1,4 +1,4 @@
-"""Which exchange the layers of a model use in a run, and the facts of the run that decide it."""
+"""Selects the exchange of a model's layers for a run, and reads the settings of the run that decide it."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def choose_exchanges(model: Decoder.Config, config: "Trainer.Config") -> None:
-    """Replace "auto" with the exchange that costs the least time, for each kind of layer."""
+    """Replaces "auto" with the exchange that takes the least time, for each kind of layer."""
     parallelism = config.parallelism
     if parallelism.context_parallel_degree == 1:
         return
@@ -35,20 +35,26 @@ def choose_exchanges(model: Decoder.Config, config: "Trainer.Config") -> None:
             if type(layer) is type(kind):
                 layer.run = replace(layer.run, exchange=choice.name)
         logger.info(
-            f"Exchange of {kind._owner.title} at CP {parallelism.context_parallel_degree}, "
+            f"Exchange of {kind.layer_class.title} at CP {parallelism.context_parallel_degree}, "
             f"TP {parallelism.tensor_parallel_degree}: {choice.name} ({choice.reason})"
         )
 
 
 def choice_of(model: Decoder.Config, layer: LinearAttention.Config, config: "Trainer.Config") -> Choice:
-    """The exchange that "auto" takes for the layers of this kind.
+    """Returns the exchange that "auto" selects for the layers of this kind, with the reason.
+
+    Args:
+        model: the model.
+        layer: one of the layers of this kind.
+        config: the run.
 
     Raises:
-        ValueError: none is possible.
+        ValueError: no exchange is possible.
     """
-    alike = names_of(model.layers, layer)
+    same_kind = names_of(model.layers, layer)
+    # Layers times micro-batches in flight, on the pipeline rank with the largest number.
     kept = max(
-        sum(sum(name in alike for name in stage.modules) * stage.in_flight for stage in stages)
+        sum(sum(name in same_kind for name in stage.modules) * stage.in_flight for stage in stages)
         for stages in stages_of(len(model.layers), config)
     )
     batch = batch_of(layer, config)
@@ -56,7 +62,7 @@ def choice_of(model: Decoder.Config, layer: LinearAttention.Config, config: "Tra
 
 
 def batch_of(layer: LinearAttention.Config, config: "Trainer.Config") -> ShardedBatch:
-    """The batch of one forward and how the run shards it, for the traffic model."""
+    """Returns the batch of one forward and how the run shards it, for the traffic model."""
     parallelism, training = config.parallelism, config.training
     pipeline = parallelism.pipeline_parallel_degree > 1
     return ShardedBatch(
@@ -74,8 +80,8 @@ def batch_of(layer: LinearAttention.Config, config: "Trainer.Config") -> Sharded
 def recomputes(config: "Trainer.Config") -> bool:
     """Whether the backward repeats the forward of a linear attention layer, its exchange included.
 
-    A memory budget counts as not repeating it. With a small budget, torch's partitioner does repeat an
-    all-to-all, because it does not know that it is a collective; which ones is only known after compilation.
+    A memory budget counts as False. With a small budget, torch's partitioner does repeat an all-to-all,
+    because it does not know that it is a collective. Which ones it repeats is only known after compilation.
     """
     return isinstance(config.activation_checkpoint, FullAC.Config | activation_checkpoint.SelectiveAC.Config)
 
@@ -87,7 +93,7 @@ def saves_exchange(config: "Trainer.Config") -> bool:
 
 
 def saved_exchanges(config: "Trainer.Config") -> tuple[str, ...]:
-    """The exchanges that are not repeated in the backward because checkpointing keeps their results."""
+    """Returns the exchanges that the backward does not repeat, because checkpointing keeps their results."""
     if not saves_exchange(config):
         return ()
     return tuple(name for name, exchange in EXCHANGES.items() if not exchange.sends_again)

@@ -1,9 +1,9 @@
-"""Decoders whose layers attend linearly or fully, each followed by a dense or sparse feed-forward."""
+"""The decoder whose layers have linear or full attention, and a dense or sparse feed-forward."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 from titan_gdn.layers.linear_attention import Decay
 from titan_gdn.models.hybrid import checks, quantize
-from titan_gdn.models.hybrid.block import linear_layers
+from titan_gdn.models.hybrid.block import HybridBlock, linear_layers
 from titan_gdn.models.hybrid.exchange_choice import choose_exchanges
 from titan_gdn.models.hybrid.sharding import set_hybrid_sharding
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class HybridModel(Decoder):
-    """A decoder whose layers are `HybridBlock`s. A position of 0 begins a document."""
+    """A decoder whose layers are `HybridBlock`s. Each position of 0 begins a document."""
 
     full_precision: ClassVar[dict[str, str]] = {"lm_head": "logits"}
-    """Linears that are never quantized, and what each one makes."""
+    """Linears that are never quantized, each with the quantity that it computes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
@@ -37,12 +37,12 @@ class HybridModel(Decoder):
 
         @property
         def max_seq_len(self) -> int:
-            """Tokens that the rotary embedding reaches, where there is one; nothing else has a limit."""
+            """The longest sequence of the rotary embedding, in tokens; unlimited without one."""
             rope = getattr(self.first_attention, "rope", None)
             return sys.maxsize if rope is None else rope.max_seq_len
 
         def check(self, config: "Trainer.Config") -> None:
-            """Validate a run against the model before anything is built.
+            """Validates a run against the model before anything is built.
 
             Raises:
                 ValueError: names the keys that do not fit the model, and what is possible.
@@ -50,17 +50,24 @@ class HybridModel(Decoder):
             checks.check(self, self.converters, config)
 
         def check_device(self) -> None:
-            """Check that kernels and number formats run on this machine; a plan for another one skips this.
+            """Checks that kernels and number formats run on this machine. The planner skips this check.
 
             Raises:
-                ValueError: says what does not run here, and what is possible.
+                ValueError: says what does not run on this machine, and what is possible.
             """
             checks.check_device(self, self.converters)
 
         def update_from_config(self, *, config: "Trainer.Config", **kwargs: object) -> None:
-            """Complete the configuration with what the run says (called by TorchTitan's trainer).
+            """Completes the configuration with settings of the run. TorchTitan's trainer calls this.
 
-            In place of `Decoder.Config`'s, which wants a rotary embedding of every attention.
+            It replaces the method of `Decoder.Config`, which requires a rotary embedding in every attention.
+
+            Args:
+                config: the run.
+                **kwargs: further arguments of the trainer, which are ignored.
+
+            Raises:
+                ValueError: the run does not fit the model or this machine.
             """
             parallelism = config.parallelism
             self.check(config)
@@ -80,40 +87,38 @@ class HybridModel(Decoder):
             quantize.quantize(self, self.converters, config)
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-            """Parameters, and floating point operations a token of forward and backward.
+            """Returns the number of parameters, and the FLOPs per token of forward and backward.
 
-            Softmax attention grows with the sequence, the recurrence does not: it costs three products
-            with a `[K, V]` state per value head and token (recall, write, read), forward, and twice
-            that backward. As in TorchTitan, causality is not counted.
+            The cost of softmax attention per token grows with the sequence length. That of the recurrence
+            does not: per value head and token, the forward multiplies a `[K, V]` state three times (recall,
+            write, read), and the backward costs twice as much. As in TorchTitan, the causal mask does not
+            lower the count.
             """
-            attention = self.first_attention
+            attention: Any = self.first_attention
             heads, widths = (attention.n_heads, attention.pair_width) if attention else (0, 0)
             nparams, flops = get_moe_model_nparams_and_flops(self, model, heads, widths, seq_len)
             for layer in linear_layers(self.layers):
                 flops += 3 * 3 * 2 * layer.n_value_heads * layer.key_head_dim * layer.value_head_dim
             return nparams, flops
 
-    # How sequences are split over ranks; set when the model is parallelized.
+    # How sequences are sharded over CP; set when the model is parallelized.
     context_parallel: ContextParallel | None = None
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """As TorchTitan's; rotary tables become one."""
+        """Initializes all parameters and buffers, and lets all layers share one rotary table."""
         super().init_states(buffer_device=buffer_device)
         self.share_rotary_table()
 
     def share_rotary_table(self) -> None:
-        """Let all layers turn by the table of the first: for a million tokens one takes half a GiB."""
-        first, *others = [module for module in self.modules() if isinstance(module, RoPE)] or [None]
-        for rope in others:
-            rope.cache = first.cache
+        """Makes all layers use the rotary table of the first, because one for 1M tokens takes 0.5 GiB."""
+        ropes = [module for module in self.modules() if isinstance(module, RoPE)]
+        for rope in ropes[1:]:
+            rope.cache = ropes[0].cache
 
     def decays(self) -> Iterator[Decay]:
-        """The decay modules of this model part's layers, in order."""
-        return (
-            layer.linear_attention.decay
-            for layer in self.layers.values()
-            if layer.linear_attention is not None
-        )
+        """Yields the decay modules of the layers on this pipeline stage, in order."""
+        layers = cast(Iterable[HybridBlock], self.layers.values())
+        return (layer.linear_attention.decay for layer in layers if layer.linear_attention is not None)
 
     def forward(
         self,
@@ -121,32 +126,41 @@ class HybridModel(Decoder):
         positions: torch.Tensor | None = None,
         attention_masks: AttentionMasksType | None = None,
     ) -> torch.Tensor:
-        """Logits of every token (hidden states, where the loss applies the head itself).
+        """Computes the logits of every token.
 
         Args:
-            tokens: `[B, L]` token ids.
-            positions: `[B, L]` positions inside documents, 0 beginning one. Without, every row is one.
-            attention_masks: the block mask of FlexAttention, built by the trainer.
+            tokens: token ids `[B, L]`, on later pipeline stages hidden states `[B, L, D]`.
+            positions: positions inside documents, `[B, L]`; 0 begins a document. If None, each row is one.
+            attention_masks: the block mask of FlexAttention, which the trainer builds.
+
+        Returns:
+            Logits `[B, L, vocab_size]`. Hidden states `[B, L, D]` if the loss applies the head, and on all
+            pipeline stages but the last.
+
+        Raises:
+            ValueError: `positions` is None under context parallelism.
         """
         if positions is None:
             if self.context_parallel is not None:
-                raise ValueError("context parallelism needs positions: a shard does not say where it stands")
+                raise ValueError(
+                    "context parallelism needs positions, because they place each shard in its sequence"
+                )
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
         sequence = SequenceLayout.from_positions(positions, self.context_parallel)
         decays = iter([decay() for decay in self.decays()])
-        embed = _BetweenStages.apply if self.tok_embeddings is None else self.tok_embeddings
+        embed = _MakeContiguous.apply if self.tok_embeddings is None else self.tok_embeddings
         h_BLD = embed(tokens)
         for layer in self.layers.values():
             decay = next(decays) if layer.linear_attention is not None else None
             h_BLD = layer(h_BLD, attention_masks, positions, decay, sequence=sequence)
-        h_BLD = self.norm(h_BLD) if self.norm is not None else _BetweenStages.apply(h_BLD)
+        h_BLD = self.norm(h_BLD) if self.norm is not None else _MakeContiguous.apply(h_BLD)
         return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
 
 
-class _BetweenStages(torch.autograd.Function):
-    """What a pipeline stage is given or gives: torch sends it, and its gradient, only if rows lie in order.
+class _MakeContiguous(torch.autograd.Function):
+    """Makes hidden states and their gradients contiguous, because pipeline stages send only such tensors.
 
-    Shards of sequence parallelism may not.
+    Shards of sequence parallelism may not be contiguous.
     """
 
     @staticmethod

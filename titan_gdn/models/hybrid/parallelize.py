@@ -1,8 +1,9 @@
-"""The order in which techniques are applied to a hybrid model."""
+"""Applies parallelism, activation checkpointing and compilation to a hybrid model."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -11,6 +12,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
+from titan_gdn.parallel.segments import Order
 from titan_gdn.parallel.sequence import ContextParallel
 from titan_gdn.runtime.async_wait import keep_gradients
 
@@ -28,7 +30,22 @@ def parallelize_hybrid(
     ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
 ) -> "HybridModel":
-    """Tensor parallelism, activation checkpointing, compilation, FSDP2; on the meta device, in place."""
+    """Applies CP, TP, EP, activation checkpointing, compilation and FSDP2, in this order.
+
+    TorchTitan's trainer calls this as `ModelSpec.parallelize_fn`.
+
+    Args:
+        model: the model, or the part of a pipeline stage, on the meta device. Changed in place.
+        parallel_dims: the device mesh.
+        training: dtypes of mixed precision, and CPU offload.
+        parallelism: degrees and SPMD backend.
+        compile_config: whether blocks are compiled, and how.
+        ac_config: the policy of activation checkpointing, None for no checkpointing.
+        dump_folder: folder for the output of activation checkpointing.
+
+    Returns:
+        `model`.
+    """
     split_context(model, parallel_dims, parallelism)
     if parallelism.spmd_backend == "partial_dtensor":
         keep_gradients()
@@ -47,10 +64,14 @@ def parallelize_hybrid(
         mesh, mesh_dims = parallel_dims.get_mesh([*replicate, "fsdp"]), None
         expert_mesh, expert_mesh_dims = parallel_dims.get_optional_mesh([*replicate, "efsdp"]), None
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-    decays = list(model.decays())
+    decays: list[nn.Module] = list(model.decays())
     if decays:
-        # One float32 unit for the decays of all layers, called before the blocks: `param_dtype` would
-        # round them, a nested unit in each block would break its graph. It is small: never resharded.
+        options: dict[str, Any] = {} if mesh_dims is None else {"dp_mesh_dims": mesh_dims}
+        if training.enable_cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        # The decays of all layers form one float32 unit, which is called before the blocks. In the units of
+        # the blocks, `param_dtype` would round them, and a nested unit would break the graph of its block.
+        # The unit is small, so it is never resharded.
         fully_shard(
             decays,
             mesh=mesh,
@@ -58,8 +79,7 @@ def parallelize_hybrid(
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=torch.float32, reduce_dtype=reduce_dtype, cast_forward_inputs=False
             ),
-            **({"dp_mesh_dims": mesh_dims} if mesh_dims is not None else {}),
-            **({"offload_policy": CPUOffloadPolicy()} if training.enable_cpu_offload else {}),
+            **options,
         )
     apply_fsdp_to_decoder(
         model,
@@ -78,19 +98,20 @@ def parallelize_hybrid(
     if mesh.device_type == "cpu":
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # gloo has no reduction with a factor, which FSDP uses otherwise.
+                # FSDP otherwise reduces with a factor, which gloo does not support.
                 module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def split_context(model: "HybridModel", parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> None:
-    """Tell the model and its layers over which ranks sequences are split."""
+    """Sets the sub-meshes over which the model and its layers shard sequences."""
     cp_mesh = parallel_dims.get_optional_mesh("cp")
     tp_mesh = parallel_dims.get_optional_mesh("tp") if parallelism.enable_sequence_parallel else None
     if cp_mesh is not None:
-        order = parallelism.context_parallel_load_balancer or "contiguous"
+        order = cast(Order, parallelism.context_parallel_load_balancer or "contiguous")
         model.context_parallel = ContextParallel(
             cp_mesh, order, agreement_mesh=parallel_dims.get_mesh("loss")
         )
-    for layer in model.layers.values():
+    layers: Any = model.layers.values()
+    for layer in layers:
         (layer.linear_attention or layer.attention).split_sequence(cp_mesh, tp_mesh)

@@ -1,9 +1,10 @@
-"""Linears and experts in 8 and 4 bits, by TorchTitan's converters, where the widths on a rank allow it.
+"""Quantizes linears and experts to 8 or 4 bits with TorchTitan's converters.
 
-A converter replaces configurations before the model is built. TorchTitan's look at whole weights; what the
-hardware multiplies is a rank's part of them, so here a converter sees of a model only what fits: the shard
-of tensor parallelism, and of `in_proj_qkv` under the exchange `all_gather` the rows of this rank's heads.
-That is known once the exchange is chosen and the placements are set, at the end of `update_from_config`.
+A converter replaces configurations before the model is built. TorchTitan's converters check the sizes of
+global weights, but the hardware multiplies a rank's shard. This module therefore shows a converter only the
+linears and experts whose shards have suitable sizes: the shard of tensor parallelism and, if the exchange
+slices weights (`Exchange.slices_weights`), the rows of the CP rank's heads. The shards are known once
+exchanges are chosen and placements are set, at the end of `update_from_config`.
 """
 
 import logging
@@ -11,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import spmd_types as spmd
 from torchtitan.components.quantization import (
@@ -45,27 +46,40 @@ PARTS: dict[str, dict[str, type[QuantizationConverter.Config]]] = {
     },
     "experts": {"float8": Float8GroupedExpertsConverter.Config, "mxfp8": MXFP8GroupedExpertsConverter.Config},
 }
-"""TorchTitan's converters, by the tables of the TOML section `[quantize]` and the names in them."""
+"""TorchTitan's converters by table of the TOML section `[quantize]`, then by `name` in the table."""
 
-# What the products of a number format need each of their sizes to be a multiple of: a float8 tensor core's
-# 16 bytes (module_filter_fn), MXFP8's blocks that share a scale, the tiles of torchao's NVFP4 kernels.
+# Both sizes of a shard must be a multiple of this: the 16 bytes of a float8 tensor core (module_filter_fn),
+# the block of MXFP8 elements that share a scale, the tile of torchao's NVFP4 kernels.
 MULTIPLE = {"float8": 16, "mxfp8": 32, "nvfp4": 128}
 
 _FULL_PRECISION = {
     TokenChoiceTopKRouter.Config: {"gate": "routing"},
     SigmoidGatedFeedForward.Config: {"gate": "routing"},
 }
-"""What modules of TorchTitan keep in full precision; ours declare it themselves (`full_precision`).
+"""Linears of TorchTitan's modules that are never quantized, each with the quantity that it computes.
 
-A decay is the argument of an exponential that is summed over a document, and a router's score decides which
-expert a token goes to: rounding there does not average out."""
-
-Found = tuple[str, Module.Config, object, str | int]
-"""A configuration in a model, as `traverse` finds it: its name, itself, and where it is kept."""
+The modules of this package declare their own as `full_precision`. Rounding errors of a decay, which is summed
+over a document and exponentiated, and of a router's scores, which select experts, do not average out."""
 
 
-class Placed(NamedTuple):
-    """What the sizes of a rank's products depend on."""
+class Candidate(NamedTuple):
+    """A linear or experts that may be quantized, as `Module.Config.traverse` yields it.
+
+    Attributes:
+        fqn: fully qualified name.
+        config: its configuration, of class `Linear.Config` or `GroupedExperts.Config`.
+        parent: the configuration or list that holds it.
+        attr: its attribute of `parent`, or its index in a list.
+    """
+
+    fqn: str
+    config: Any
+    parent: Any
+    attr: Any
+
+
+class Degrees(NamedTuple):
+    """The degrees of parallelism that determine the sizes of a rank's shards."""
 
     tp: int
     cp: int
@@ -74,36 +88,42 @@ class Placed(NamedTuple):
 if NVFP4Linear is not None:
 
     class LocalNVFP4Linear(NVFP4Linear):
-        """The linear inside a region that is local already, as our layers that gather and exchange are.
+        """An NVFP4 linear for layers that compute on local tensors.
 
-        TorchTitan's makes a local region of its own, of inputs and outputs with declared placements.
+        TorchTitan's linear enters a local region itself, which needs inputs and outputs with declared
+        placements. Layers that do their own communication are in a local region already.
         """
 
         @dataclass(kw_only=True, slots=True)
         class Config(NVFP4Linear.Config):
             def build(self, **kwargs: object) -> "LocalNVFP4Linear":
-                """As any linear's."""
+                """Builds the linear without the local region that `NVFP4Linear.Config.build` adds."""
                 return Linear.Config.build(self, **kwargs)
 
 
-def name_of(converter: QuantizationConverter.Config) -> tuple[str, str]:
-    """Table and name of a converter in `[quantize]`, as in "linear" and "float8"."""
+def table_and_name(converter: QuantizationConverter.Config) -> tuple[str, str]:
+    """Returns the table and the name of a converter in `[quantize]`, for example "linear" and "float8"."""
     return next(
-        (part, name) for part, kinds in PARTS.items() for name in kinds if type(converter) is kinds[name]
+        (table, name) for table, kinds in PARTS.items() for name in kinds if type(converter) is kinds[name]
     )
 
 
 def check(
     model: Decoder.Config, converters: list[QuantizationConverter.Config], config: "Trainer.Config"
 ) -> None:
-    """Refuse what no converter of the model can do, whatever the machine.
+    """Checks that a model's converters fit the run, on any machine.
+
+    Args:
+        model: the model.
+        converters: what is quantized, and how.
+        config: the run.
 
     Raises:
-        ValueError: names the keys, and what to change.
+        ValueError: names the keys that contradict each other, and what to change.
     """
     for converter in converters:
-        part, name = name_of(converter)
-        (_check_linear if part == "linear" else _check_experts)(converter, name, model, config)
+        table, name = table_and_name(converter)
+        (_check_linear if table == "linear" else _check_experts)(converter, name, model, config)
 
 
 def _check_linear(
@@ -111,33 +131,37 @@ def _check_linear(
 ) -> None:
     parallelism, seq_len, multiple = config.parallelism, config.training.seq_len, MULTIPLE[name]
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    tokens = seq_len // (cp * tp if parallelism.enable_sequence_parallel else cp)
+    sp = tp if parallelism.enable_sequence_parallel else 1
+    tokens = seq_len // (cp * sp)
     if tokens % multiple:
         raise ValueError(
-            f'training.seq_len = {seq_len} leaves {tokens} tokens on a rank: quantize.linear.name = "{name}" '
-            f"needs a multiple of {multiple} (gradients of weights are sums over tokens) times "
-            f"parallelism.context_parallel_degree = {cp}, and with sequence parallelism times "
-            f"parallelism.tensor_parallel_degree = {tp}"
+            f"training.seq_len = {seq_len} gives each rank {tokens} tokens, but quantize.linear.name = "
+            f'"{name}" needs a multiple of {multiple} per rank, because gradients of weights are sums over '
+            f"tokens: choose a multiple of {multiple} * parallelism.context_parallel_degree = {multiple * cp}"
+            + (f" times parallelism.tensor_parallel_degree = {tp} (sequence parallelism)" if sp > 1 else "")
         )
     if name == "nvfp4" and tp > 1 and parallelism.spmd_backend != "spmd_types":
         raise ValueError(
             'quantize.linear.name = "nvfp4" with parallelism.tensor_parallel_degree > 1 needs '
             'parallelism.spmd_backend = "spmd_types": its kernels take plain tensors'
         )
-    if name != "float8":
+    if not isinstance(converter, Float8LinearConverter.Config):
         return
     if converter.emulate and _compiled(config):
-        raise ValueError("quantize.linear.emulate runs eagerly: set compile.enable = false, or leave it out")
+        raise ValueError(
+            "quantize.linear.emulate = true does not support torch.compile: set compile.enable = false, or "
+            "remove emulate"
+        )
     if converter.emulate and converter.recipe_name != Float8LinearConverter.Config().recipe_name:
         raise ValueError(
-            f'quantize.linear.recipe_name = "{converter.recipe_name}": TorchTitan emulates one recipe only, '
-            "a scale a tensor; leave out recipe_name, or emulate"
+            f'quantize.linear.recipe_name = "{converter.recipe_name}": TorchTitan emulates only the '
+            "recipe with one scale per tensor: remove recipe_name, or remove emulate"
         )
     if "auto_filter_small_kn" in converter.filter_fqns:
-        # torchao's filter asks for modules (isinstance(mod, nn.Linear)), TorchTitan 0.3 hands it configs.
+        # torchao's filter expects modules (isinstance(mod, nn.Linear)), but TorchTitan 0.3 passes configs.
         raise ValueError(
-            'quantize.linear.filter_fqns = "auto_filter_small_kn" leaves out every linear in TorchTitan 0.3; '
-            "name those to leave out"
+            'quantize.linear.filter_fqns = "auto_filter_small_kn" excludes every linear in TorchTitan 0.3: '
+            "list the linears to exclude by name"
         )
 
 
@@ -145,16 +169,18 @@ def _check_experts(
     converter: QuantizationConverter.Config, name: str, model: Decoder.Config, config: "Trainer.Config"
 ) -> None:
     if not any(layer.moe is not None for layer in model.layers):
-        raise ValueError(f'quantize.experts.name = "{name}": the model has no experts; leave the table out')
+        raise ValueError(f'quantize.experts.name = "{name}": the model has no experts; remove the table')
     if config.training.mixed_precision_param != "bfloat16":
         raise ValueError(
             f'quantize.experts.name = "{name}" needs training.mixed_precision_param = "bfloat16", the dtype '
-            "that quantized grouped products return"
+            "of the results of quantized grouped products"
         )
-    if name == "mxfp8" and (converter.pad_multiple < 1 or converter.pad_multiple % MULTIPLE[name]):
+    if not isinstance(converter, MXFP8GroupedExpertsConverter.Config):
+        return
+    if converter.pad_multiple < 1 or converter.pad_multiple % MULTIPLE[name]:
         raise ValueError(
             f"quantize.experts.pad_multiple = {converter.pad_multiple}: expected a multiple of "
-            f"{MULTIPLE[name]}, the tokens that share a scale"
+            f"{MULTIPLE[name]}, the number of tokens that share a scale"
         )
 
 
@@ -163,24 +189,24 @@ def _compiled(config: "Trainer.Config") -> bool:
 
 
 def check_device(converters: list[QuantizationConverter.Config]) -> None:
-    """Refuse converters that TorchTitan refuses on this machine.
+    """Checks that TorchTitan supports the converters on this machine.
 
     Raises:
-        ValueError: why, and which are possible here.
+        ValueError: says why a converter is not supported, and which ones are.
     """
     for converter in converters:
-        if reason := _refusal(converter):
-            part, name = name_of(converter)
-            possible = [f'"{other}"' for other, kind in PARTS[part].items() if not _refusal(kind())]
-            if part == "linear" and not _refusal(Float8LinearConverter.Config(emulate=True)):
+        if reason := _unsupported(converter):
+            table, name = table_and_name(converter)
+            possible = [f'"{other}"' for other, kind in PARTS[table].items() if not _unsupported(kind())]
+            if table == "linear" and not _unsupported(Float8LinearConverter.Config(emulate=True)):
                 possible.append('"float8" with emulate = true')
-            here = f"Possible here: {', '.join(possible)}." if possible else "Here none is possible."
-            raise ValueError(f'quantize.{part}.name = "{name}": {reason} {here}')
+            here = f"Possible here: {', '.join(possible)}." if possible else "No format is possible here."
+            raise ValueError(f'quantize.{table}.name = "{name}": {reason} {here}')
 
 
-def _refusal(converter: QuantizationConverter.Config) -> str | None:
-    """What TorchTitan says against a converter on this machine, None if nothing."""
-    with _hushed():
+def _unsupported(converter: QuantizationConverter.Config) -> str | None:
+    """Returns TorchTitan's reason for not supporting a converter on this machine, None if it does."""
+    with _only_errors_logged():
         try:
             converter.build()
         except (ImportError, ValueError) as error:
@@ -189,8 +215,8 @@ def _refusal(converter: QuantizationConverter.Config) -> str | None:
 
 
 @contextmanager
-def _hushed() -> Iterator[None]:
-    """Without TorchTitan's lines below errors: it is only asked."""
+def _only_errors_logged() -> Iterator[None]:
+    """Hides TorchTitan's log lines below errors, because nothing is converted here."""
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -202,90 +228,96 @@ def _hushed() -> Iterator[None]:
 def quantize(
     model: Decoder.Config, converters: list[QuantizationConverter.Config], config: "Trainer.Config"
 ) -> None:
-    """Let the model's converters convert what fits, and log what was left and why.
+    """Quantizes the linears and experts of a model whose shards have suitable sizes.
+
+    Logs how many were quantized, and which were not and why.
 
     Args:
-        model: with its exchanges chosen and its placements set; changed in place.
+        model: the model, with its exchanges chosen and its placements set. Changed in place.
+        converters: what is quantized, and how.
         config: the run.
     """
     parallelism = config.parallelism
-    placed = Placed(parallelism.tensor_parallel_degree, parallelism.context_parallel_degree)
+    degrees = Degrees(parallelism.tensor_parallel_degree, parallelism.context_parallel_degree)
     for converter in converters:
-        part, name = name_of(converter)
-        found = list(model.traverse(Linear.Config if part == "linear" else GroupedExperts.Config))
-        reasons = {place[0]: why_not(*place, MULTIPLE[name], placed) for place in found}
-        _Fitting(model, reasons).let(replace(converter, model_compile_enabled=_compiled(config)))
-        left, converted = defaultdict(Counter), Counter()
-        for fqn, before, parent, attr in found:
+        table, name = table_and_name(converter)
+        kind = Linear.Config if table == "linear" else GroupedExperts.Config
+        candidates = [Candidate(*found) for found in model.traverse(kind)]
+        reasons = {x.fqn: _reason_not_to_quantize(x, MULTIPLE[name], degrees) for x in candidates}
+        view = _QuantizableView(model, reasons)
+        replace(converter, model_compile_enabled=_compiled(config)).build().convert(view)
+        skipped, converted = defaultdict(Counter), Counter()
+        for fqn, before, parent, attr in candidates:
             after = parent[attr] if isinstance(parent, list) else getattr(parent, attr)
             if after is before:
-                left[reasons[fqn] or "by its name"][attr] += 1
+                skipped[reasons[fqn] or "excluded by name"][attr] += 1
                 continue
             converted[attr] += 1
             after.sharding_config = before.sharding_config
             if name == "nvfp4" and before.sharding_config.out_src_shardings is None:
-                setattr(parent, attr, _local(after))
-        logger.info(_said(converter, converted, left, placed))
+                setattr(parent, attr, _local_nvfp4(after))
+        logger.info(_summary(converter, converted, skipped, degrees))
 
 
-class _Fitting:
-    """What a converter sees of a model: the configurations that nothing speaks against."""
+class _QuantizableView:
+    """A model as a converter sees it: without the linears and experts that must not be quantized."""
 
     def __init__(self, model: Decoder.Config, reasons: dict[str, str | None]) -> None:
         self.model = model
         self.reasons = reasons
 
-    def let(self, converter: QuantizationConverter.Config) -> None:
-        """Have it convert them."""
-        converter.build().convert(self)
-
-    def traverse(self, kind: type) -> Iterator[Found]:
-        """As the model's, without the rest."""
-        return (place for place in self.model.traverse(kind) if not self.reasons[place[0]])
+    def traverse(self, kind: type) -> Iterator[Candidate]:
+        """Yields the configurations of the class `kind` that may be quantized."""
+        candidates = (Candidate(*found) for found in self.model.traverse(kind))
+        return (candidate for candidate in candidates if not self.reasons[candidate.fqn])
 
 
-def why_not(
-    fqn: str, config: Module.Config, parent: object, attr: str | int, multiple: int, placed: Placed
-) -> str | None:
-    """What speaks against quantizing a linear or experts, None if nothing does."""
+def _reason_not_to_quantize(candidate: Candidate, multiple: int, degrees: Degrees) -> str | None:
+    """Returns why a linear or experts are not quantized, None if they may be."""
+    _, config, parent, attr = candidate
     if reason := _full_precision(parent).get(attr):
         return reason
-    sizes = _experts(config) if isinstance(config, GroupedExperts.Config) else _linear(config)
-    rows, columns = (size // (placed.tp if split else 1) for size, split in sizes)
+    sizes = _expert_sizes(config) if isinstance(config, GroupedExperts.Config) else _linear_sizes(config)
+    rows, columns = (size // (degrees.tp if sharded else 1) for size, sharded in sizes)
     if isinstance(parent, GatedAttention.Config) and attr in ("wk", "wv"):
-        rows = config.out_features // min(placed.tp, parent.n_key_value_heads)  # see `GatedAttention`
-    if isinstance(parent, LinearAttention.Config) and attr in parent._owner.exchanged:
-        rows //= placed.cp if exchange_class(parent.run.exchange, placed.cp).slices_weights else 1
+        # With more TP ranks than key-value heads, a rank multiplies the rows of one head (`GatedAttention`).
+        rows = parent.n_key_value_heads * parent.head_dim // min(degrees.tp, parent.n_key_value_heads)
+    if isinstance(parent, LinearAttention.Config) and attr in parent.layer_class.exchanged:
+        rows //= degrees.cp if exchange_class(parent.run.exchange, degrees.cp).slices_weights else 1
     if rows % multiple or columns % multiple:
-        return f"{rows} x {columns} on a rank, no multiples of {multiple}"
+        return f"{rows} x {columns} per rank is not divisible by {multiple}"
     return None
 
 
 def _full_precision(parent: object) -> dict[str, str]:
-    """The linears of a module that are never quantized, and what each one makes."""
+    """Returns the linears of a module that are never quantized, each with the quantity that it computes."""
     declared = getattr(getattr(parent, "_owner", None), "full_precision", {})
     return _FULL_PRECISION.get(type(parent), declared)
 
 
-def _linear(config: Linear.Config) -> tuple[tuple[int, bool], ...]:
-    """Rows and columns of a weight, and which of them TP splits."""
-    split = _split(config, "weight")
-    return (config.out_features, split == 0), (config.in_features, split == 1)
+def _linear_sizes(config: Linear.Config) -> tuple[tuple[int, bool], ...]:
+    """Returns rows and columns of a weight, each with whether it is sharded over TP."""
+    dim = _sharded_dim(config, "weight")
+    return (config.out_features, dim == 0), (config.in_features, dim == 1)
 
 
-def _experts(config: GroupedExperts.Config) -> tuple[tuple[int, bool], ...]:
-    """As `_linear`, of `w1_EFD` `[E, F, D]`, which `w2_EDF` and `w3_EFD` follow."""
-    return (config.hidden_dim, _split(config, "w1_EFD") == 1), (config.dim, False)
+def _expert_sizes(config: GroupedExperts.Config) -> tuple[tuple[int, bool], ...]:
+    """Returns rows and columns of one expert, each with whether it is sharded over TP.
+
+    They are those of `w1_EFD` `[E, F, D]`. `w2_EDF` and `w3_EFD` have the same sizes and are sharded alike.
+    """
+    return (config.hidden_dim, _sharded_dim(config, "w1_EFD") == 1), (config.dim, False)
 
 
-def _split(config: Module.Config, parameter: str) -> int | None:
-    """The dimension of a parameter that TP splits."""
+def _sharded_dim(config: Module.Config, parameter: str) -> int | None:
+    """Returns the dimension of a parameter that is sharded over TP, None if there is none."""
+    assert config.sharding_config is not None  # set by `set_hybrid_sharding`
     types = config.sharding_config.state_shardings[parameter].per_axis_spmd_types()
     placement = types.get(MeshAxisName.TP)
     return placement.dim if isinstance(placement, spmd.Shard) else None
 
 
-def _local(config: "NVFP4Linear.Config") -> "LocalNVFP4Linear.Config":
+def _local_nvfp4(config: "NVFP4Linear.Config") -> "LocalNVFP4Linear.Config":
     return LocalNVFP4Linear.Config(
         in_features=config.in_features,
         out_features=config.out_features,
@@ -295,25 +327,25 @@ def _local(config: "NVFP4Linear.Config") -> "LocalNVFP4Linear.Config":
     )
 
 
-def _said(
+def _summary(
     converter: QuantizationConverter.Config,
     converted: Counter[str],
-    left: dict[str, Counter[str]],
-    placed: Placed,
+    skipped: dict[str, Counter[str]],
+    degrees: Degrees,
 ) -> str:
-    """The line that says how many were converted, and which were left out and why."""
-    part, name = name_of(converter)
+    """Returns the log line that counts what was quantized, and what was not, grouped by reason."""
+    table, name = table_and_name(converter)
     options = {key: value for key, value in asdict(converter).items() if value and "compile" not in key}
     if options.get("emulate"):
-        options["recipe_name"] = "tensorwise"  # the one that TorchTitan emulates
-    options = "".join(f", {key} = {value}" for key, value in options.items())
-    kept = "; ".join(f"{_counted(names)} ({reason})" for reason, names in left.items()) or "nothing"
+        options["recipe_name"] = "tensorwise"  # the only recipe that TorchTitan emulates
+    listed = "".join(f", {key} = {value}" for key, value in options.items())
+    total = converted.total() + sum(names.total() for names in skipped.values())
+    rest = "; ".join(f"{_counts(names)} ({reason})" for reason, names in skipped.items()) or "none"
     return (
-        f"Quantized to {name}{options} at TP {placed.tp}, CP {placed.cp}: {converted.total()} of "
-        f"{converted.total() + sum(names.total() for names in left.values())} {part.rstrip('s')}s"
-        f"{': ' if converted else ''}{_counted(converted)}; left as they are: {kept}"
+        f"Quantized to {name}{listed} at TP {degrees.tp}, CP {degrees.cp}: {converted.total()} of {total} "
+        f"{table.rstrip('s')}s{': ' if converted else ''}{_counts(converted)}; not quantized: {rest}"
     )
 
 
-def _counted(names: Counter[str]) -> str:
+def _counts(names: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(names.items()))

@@ -1,6 +1,7 @@
 """The placements of a hybrid model's parameters and activations on the mesh.
 
-Layers declare their own placements (`Config.set_sharding`); this file adds what surrounds them.
+Attention layers declare their own placements (`Config.set_sharding`). This file sets those of all other
+modules.
 """
 
 import spmd_types as spmd
@@ -19,17 +20,17 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_gdn.layers.sharding import between_layers
 
-EXPERTS = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
+EXPERTS: dict[str, spmd.PerMeshAxisSpmdType] = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
 
 
 def set_hybrid_sharding(config: Decoder.Config, *, tp: int, enable_sp: bool, enable_ep: bool) -> None:
-    """Write the placements of every parameter and activation into a model's configuration.
+    """Sets the placements of all parameters and activations in a model's configuration.
 
     Args:
         config: the model.
         tp: degree of tensor parallelism.
-        enable_sp: sequence parallelism.
-        enable_ep: expert parallelism.
+        enable_sp: whether hidden states between layers are sharded over TP.
+        enable_ep: whether experts are sharded over ranks.
     """
     set_decoder_sharding_config(config, enable_sp=enable_sp)
     for layer in config.layers:
@@ -49,7 +50,10 @@ def set_hybrid_sharding(config: Decoder.Config, *, tp: int, enable_sp: bool, ena
 
 
 def _shared_gate(enable_sp: bool) -> ShardingConfig:
-    """The gate of the shared expert: computed whole, then sharded as the shared expert's output is."""
+    """The placements of the shared expert's gate.
+
+    Every TP rank computes the whole gate, which is then sharded as the output of the shared expert is.
+    """
     replicated = dense_activation_placement(tp=spmd.R)
     return ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.R)},

@@ -1,13 +1,15 @@
-"""A hybrid model's parameters in the names and layouts of Hugging Face files, and back, on any mesh.
+"""Converts a hybrid model's state dict to the names and layouts of Hugging Face files and back, on any mesh.
 
-The files' layout, not that of transformers in memory: experts stand one by one. A model's adapter says
-which names correspond, and which tensors' rows stand in another order.
+The layout is that of the published files, in which each expert has tensors of its own. transformers' modules
+have another layout in memory. The adapter of a model family declares which names correspond, and which
+tensors have their rows in another order.
 """
 
 import json
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,8 +17,9 @@ from typing import Any, ClassVar
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
@@ -29,62 +32,67 @@ LAYER = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
-"""Names that all hybrid models' layers have, ours and the files'."""
-_BIAS = "moe.expert_bias_E"
+"""Names of parameters in a layer of every hybrid model, with the corresponding names in the files."""
+_EXPERT_BIAS = "moe.expert_bias_E"
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """Tensors of a linear attention layer whose rows the files hold in other tensors, in another order.
+class RowPermutation:
+    """Parameters of a linear attention layer whose rows the files hold in other tensors or in another order.
 
     Attributes:
-        ours: our names, and from the layer's `Config` all dimensions of the tensor but the last.
-        theirs: the names in the files.
-        order: from the layer's `Config`, for each of `theirs` the numbers of its rows, counted over `ours`.
-        depthwise: the files' tensors are kernels of a convolution, `[rows, 1, C]`.
+        parameters: the parameters, each with a function from the layer's `Config` to all dimensions of the
+            tensor but the last.
+        hf_names: the names of the tensors in the files.
+        order: a function from the layer's `Config` to one index tensor for each of `hf_names`. Row `i` of the
+            tensor in the file is row `order[i]` of the concatenated `parameters`.
+        depthwise: whether the tensors in the files are kernels of a depthwise convolution, `[rows, 1, C]`.
     """
 
-    ours: dict[str, Callable[[Any], tuple[int, ...]]]
-    theirs: tuple[str, ...]
+    parameters: dict[str, Callable[[Any], tuple[int, ...]]]
+    hf_names: tuple[str, ...]
     order: Callable[[Any], list[Tensor]]
     depthwise: bool = False
 
 
 def conv_shape(config: Any) -> tuple[int, int]:
-    """The dimensions of a grouped convolution's kernels but the last."""
+    """Returns the first two dimensions of a layer's `conv.weight`: groups and rows of a group."""
     return config.conv.n_groups, config.conv.group_width
 
 
 def query_key_value(config: Any) -> list[Tensor]:
-    """The rows that are q, k and v, of rows that stand group by group."""
+    """Returns the rows of q, of k and of v among rows that are ordered by head group."""
     K, W = config.key_head_dim, config.conv.group_width
     rows = torch.arange(config.n_key_heads * W).view(-1, W)
     return [part.flatten() for part in rows.split([K, K, W - 2 * K], 1)]
 
 
 class HybridStateDictAdapter(StateDictAdapter):
-    """Converts state dicts of this rank's tensors, sharded or whole.
+    """Converts state dicts of plain tensors or DTensors.
 
-    `from_hf` puts tensors back into the shards that the last `to_hf` took them from, which is how the
-    checkpointer calls them; without a `to_hf` before, tensors stay whole.
+    `to_hf` stores the placements of the tensors it converts, and `from_hf` restores them. The checkpointer
+    calls them in this order. Without a `to_hf` before it, `from_hf` returns plain tensors.
 
     Attributes:
-        layer: our names in a layer to the files'.
-        experts: our names of all experts' weights to the files' of one, `{}` in place of its number.
-        rows: what is in another order.
-        shapes: the shapes in the files of vectors that are not vectors there.
-        prefix: what the names of the decoder begin with in the files.
+        layer: names of parameters in a layer, with their names in the files.
+        experts: names of parameters that hold all experts, with the names of one expert's tensors in the
+            files, in which `{}` stands for the number of the expert.
+        rows: parameters whose rows the files hold in another order.
+        shapes: vectors that have another shape in the files, with that shape: one dimension is -1, all others
+            are 1.
+        prefix: the beginning of the decoder's names in the files.
     """
 
     layer: ClassVar[dict[str, str]]
     experts: ClassVar[dict[str, str]]
-    rows: ClassVar[tuple[Rows, ...]]
+    rows: ClassVar[tuple[RowPermutation, ...]]
     shapes: ClassVar[dict[str, tuple[int, ...]]] = {}
     prefix: ClassVar[str] = "model."
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
-        # Without weights beside the tokenizer there is no index to complain about.
+        # TorchTitan warns about a missing index, which does not matter for a folder without weights.
         super().__init__(model_config, hf_assets_path if _weight_files(hf_assets_path) else None)
+        self.model_config: Any = model_config
         self.hf_assets_path = hf_assets_path
         self._outside_layers = {
             "tok_embeddings.weight": f"{self.prefix}embed_tokens.weight",
@@ -94,9 +102,16 @@ class HybridStateDictAdapter(StateDictAdapter):
         self._sharded: dict[str, DTensor] = {}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Our names and layouts to Hugging Face's; of experts, the ones that lie on this rank."""
+        """Converts the model's names and layouts to those of the files.
+
+        Args:
+            state_dict: all parameters, or those of one pipeline stage.
+
+        Returns:
+            The tensors of the files, with those experts only that are on this rank.
+        """
         self._sharded = {key: value for key, value in state_dict.items() if isinstance(value, DTensor)}
-        permuted = {name: rows for rows in self.rows for name in rows.ours}
+        permutations = {name: rows for rows in self.rows for name in rows.parameters}
         hf: dict[str, Any] = {}
         for key, value in state_dict.items():
             prefix, name = _split(key)
@@ -107,117 +122,140 @@ class HybridStateDictAdapter(StateDictAdapter):
             elif name in self.experts:
                 for expert, weight in _local_experts(value):
                     hf[hf_prefix + self.experts[name].format(expert)] = weight
-            elif name in permuted:
-                if name == next(iter(permuted[name].ours)):  # the first brings the others
-                    for hf_name, part in self._permuted(prefix, permuted[name], state_dict):
+            elif name in permutations:
+                rows = permutations[name]
+                if name == next(iter(rows.parameters)):  # converts all parameters of the permutation at once
+                    for hf_name, part in self._permute(prefix, rows, state_dict):
                         hf[hf_prefix + hf_name] = part
-            elif name == _BIAS and name not in self.layer:
-                if isinstance(value, Tensor) and _whole(value).any():
+            elif name == _EXPERT_BIAS and name not in self.layer:
+                if isinstance(value, Tensor) and _global(value).any():
                     logger.warning(
-                        f"{key} balances experts and has no place in a Hugging Face checkpoint: left out"
+                        f"{key} (the bias that balances experts) is not saved: the Hugging Face format of "
+                        "this model has no such tensor"
                     )
             else:
-                viewed = _viewed(value, self.shapes[name]) if name in self.shapes else value
-                hf[hf_prefix + self.layer[name]] = viewed
+                hf[hf_prefix + self.layer[name]] = (
+                    _reshape_vector(value, self.shapes[name]) if name in self.shapes else value
+                )
         return hf
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Hugging Face's names and layouts to ours. Keys that the model has no place for are left out."""
-        ours: dict[str, Any] = {}
-        experts: dict[str, dict[int, Tensor]] = {}
-        permuted: dict[tuple[str, Rows], dict[str, Tensor]] = {}
-        model_names = {hf: name for name, hf in self._outside_layers.items()}
+        """Converts the names and layouts of the files to the model's. Keys that the model lacks are ignored.
+
+        Args:
+            hf_state_dict: the tensors that `to_hf` returned, or global tensors.
+
+        Returns:
+            The model's parameters, with the placements that they had in the last `to_hf`.
+        """
+        state_dict: dict[str, Any] = {}
+        experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        permuted: dict[tuple[str, RowPermutation], dict[str, Tensor]] = defaultdict(dict)
+        outside_layers = {hf_name: name for name, hf_name in self._outside_layers.items()}
         full_names, linear_names = self._names("linear_attention."), self._names("attention.")
-        linear_rows = {hf: rows for rows in self.rows for hf in rows.theirs}
+        permutations = {hf_name: rows for rows in self.rows for hf_name in rows.hf_names}
         for hf_key, value in hf_state_dict.items():
+            if hf_key in outside_layers:
+                state_dict[outside_layers[hf_key]] = value
             prefix, hf_name = _split(hf_key.removeprefix(self.prefix))
-            if hf_key in model_names:
-                ours[model_names[hf_key]] = value
             if not self._has(prefix):
                 continue
-            full = self._linear(prefix) is None
-            names, rows = (full_names, {}) if full else (linear_names, linear_rows)
+            linear = self._linear(prefix) is not None
+            names = linear_names if linear else full_names
             expert = re.search(r"(?<=\.experts\.)\d+", hf_name)
             if expert is not None:
                 hf_name = hf_name[: expert.start()] + "{}" + hf_name[expert.end() :]
-            if hf_name in rows:
-                permuted.setdefault((prefix, rows[hf_name]), {})[hf_name] = value
+            if linear and hf_name in permutations:
+                permuted[prefix, permutations[hf_name]][hf_name] = value
             elif hf_name in names and expert is not None:
-                experts.setdefault(prefix + names[hf_name], {})[int(expert[0])] = value
+                experts[prefix + names[hf_name]][int(expert[0])] = value
             elif hf_name in names:
                 key = prefix + names[hf_name]
-                flat = names[hf_name] in self.shapes
-                ours[key] = self._local_as_sharded(key, _local(value).flatten()) if flat else value
+                if names[hf_name] in self.shapes:
+                    value = self._from_shard(key, _local(value).flatten())
+                state_dict[key] = value
         for key, weights in experts.items():
             stacked = torch.stack([_local(weights[i]) for i in sorted(weights)])
-            ours[key] = self._local_as_sharded(key, stacked)
-        for (prefix, group), parts in permuted.items():
-            ours |= self._in_order(prefix, group, parts)
+            state_dict[key] = self._from_shard(key, stacked)
+        for (prefix, rows), parts in permuted.items():
+            state_dict |= self._unpermute(prefix, rows, parts)
         if self.model_config.enable_weight_tying:
-            ours["lm_head.weight"] = ours["tok_embeddings.weight"]
-        return ours
+            state_dict["lm_head.weight"] = state_dict["tok_embeddings.weight"]
+        return state_dict
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
-        """The reader of the checkpointer; says once which parts of the files are not read."""
+        """Returns the reader of the files in a folder. Logs which tensors of the files are not read."""
         if any(key.startswith("mtp.") for key in keys_of(path)):
             logger.info(
-                "The checkpoint's mtp.* keys (multi-token prediction) are skipped: there is no such layer"
+                "The checkpoint's mtp.* keys (multi-token prediction) are skipped: the model has no such "
+                "layer"
             )
         return super().get_hf_storage_reader(path, from_quantized)
 
     def _names(self, absent: str) -> dict[str, str]:
-        """The files' names in a layer to ours, but for those that begin with `absent`."""
-        every = self.layer | self.experts
-        return {hf: name for name, hf in every.items() if not name.startswith(absent)}
+        """Maps names in the files to the model's for a layer without the module `absent`."""
+        names = self.layer | self.experts
+        return {hf_name: name for name, hf_name in names.items() if not name.startswith(absent)}
 
     def _has(self, prefix: str) -> bool:
+        """Whether `prefix` names a layer of the model."""
         return prefix != "" and int(prefix.split(".")[1]) < len(self.model_config.layers)
 
     def _linear(self, prefix: str) -> Any:
+        """The configuration of a layer's linear attention, None if the layer has full attention."""
         return self.model_config.layers[int(prefix.split(".")[1])].linear_attention
 
-    def _permuted(self, prefix: str, group: Rows, state_dict: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """The files' tensors of a layer, from ours."""
-        rows = torch.cat([_whole(state_dict[prefix + name]).flatten(0, -2) for name in group.ours])
-        like = state_dict[prefix + next(iter(group.ours))]
-        for hf_name, order in zip(group.theirs, group.order(self._linear(prefix)), strict=True):
-            part = rows[order]
-            yield hf_name, _by_columns(part.unsqueeze(1) if group.depthwise else part, like)
+    def _permute(
+        self, prefix: str, permutation: RowPermutation, state_dict: dict[str, Any]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the names in the files and the tensors of a permutation, from the model's parameters."""
+        names = [prefix + name for name in permutation.parameters]
+        rows = torch.cat([_global(state_dict[name]).flatten(0, -2) for name in names])
+        order = permutation.order(self._linear(prefix))
+        for hf_name, indices in zip(permutation.hf_names, order, strict=True):
+            part = rows[indices]
+            yield (
+                hf_name,
+                _shard_columns(part.unsqueeze(1) if permutation.depthwise else part, state_dict[names[0]]),
+            )
 
-    def _in_order(self, prefix: str, group: Rows, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Our tensors of a layer, from the files'."""
+    def _unpermute(
+        self, prefix: str, permutation: RowPermutation, parts: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns the model's parameters of a permutation, from the tensors of the files."""
         config = self._linear(prefix)
-        rows = torch.cat([_whole(parts[name]).flatten(1) for name in group.theirs])
-        rows = _unpermute(rows, torch.cat(group.order(config)))
-        shapes = [shape(config) for shape in group.ours.values()]
+        permuted = torch.cat([_global(parts[hf_name]).flatten(1) for hf_name in permutation.hf_names])
+        rows = torch.empty_like(permuted)
+        rows[torch.cat(permutation.order(config))] = permuted
+        shapes = [shape(config) for shape in permutation.parameters.values()]
         split = rows.split([math.prod(shape) for shape in shapes])
         return {
-            prefix + name: self._as_sharded(prefix + name, part.unflatten(0, shape))
-            for name, shape, part in zip(group.ours, shapes, split, strict=True)
+            prefix + name: self._shard(prefix + name, part.unflatten(0, shape))
+            for name, shape, part in zip(permutation.parameters, shapes, split, strict=True)
         }
 
-    def _as_sharded(self, key: str, whole: Tensor) -> Tensor:
-        """Cut a whole tensor as our parameter `key` is cut."""
+    def _shard(self, key: str, x: Tensor) -> Tensor:
+        """Shards a global tensor as the parameter `key` is sharded."""
         like = self._sharded.get(key)
         if like is None:
-            return whole
+            return x
         shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-        part = whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
+        part = x[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
         return _from_local(part.contiguous(), like)
 
-    def _local_as_sharded(self, key: str, part: Tensor) -> Tensor:
-        """This rank's part of our parameter `key` as its shard."""
+    def _from_shard(self, key: str, part: Tensor) -> Tensor:
+        """Makes this rank's shard of the parameter `key` a DTensor if the parameter is one."""
         like = self._sharded.get(key)
         return part if like is None else _from_local(part, like)
 
 
 def _split(key: str) -> tuple[str, str]:
-    """`layers.3.norm.weight` to `("layers.3.", "norm.weight")`; keys outside layers have no prefix."""
+    """Splits `layers.3.norm.weight` into `("layers.3.", "norm.weight")`. Other keys have the prefix `""`."""
     parts = key.split(".", 2)
     return (f"layers.{parts[1]}.", parts[2]) if parts[0] == "layers" else ("", key)
 
 
-def _whole(x: Tensor) -> Tensor:
+def _global(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -231,35 +269,34 @@ def _from_local(part: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def _moved(placement: Placement, by: int) -> Placement:
-    """The same cut of a tensor whose dimensions have moved by so many places."""
-    if isinstance(placement, Replicate):
-        return placement
+def _shift_dim(placement: Placement, by: int) -> Placement:
+    """Returns the placement with its tensor dimension, if it has one, increased by `by`."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(placement.dim + by, split_factor=placement.split_factor)
-    return Shard(placement.dim + by)
+    return Shard(placement.dim + by) if isinstance(placement, Shard) else placement
 
 
-def _viewed(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A vector in a shape whose sizes are all 1 but the one of its entries, -1."""
+def _reshape_vector(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Views a vector in a shape that is 1 in all dimensions but one, -1, which keeps its placements."""
     if not isinstance(x, DTensor):
         return x.view(shape)
-    placements = [_moved(placement, shape.index(-1)) for placement in x.placements]
-    whole = torch.Size(x.numel() if size == -1 else size for size in shape)
-    stride = torch.empty(whole, device="meta").stride()
+    placements = [_shift_dim(placement, shape.index(-1)) for placement in x.placements]
+    global_shape = torch.Size(x.numel() if size == -1 else size for size in shape)
     return DTensor.from_local(
-        x.to_local().view(shape), x.device_mesh, placements, run_check=False, shape=whole, stride=stride
+        x.to_local().view(shape),
+        x.device_mesh,
+        placements,
+        run_check=False,
+        shape=global_shape,
+        stride=torch.empty(global_shape, device="meta").stride(),
     )
 
 
-def _unpermute(rows: Tensor, order: Tensor) -> Tensor:
-    out = torch.empty_like(rows)
-    out[order] = rows
-    return out
+def _shard_columns(rows: Tensor, like: Tensor) -> Tensor:
+    """Shards a global tensor over its last dimension, on the mesh axes that shard `like`.
 
-
-def _by_columns(rows: Tensor, like: Tensor) -> Tensor:
-    """Rows in another order than `like`'s cannot be cut as `like` is: cut the last dimension instead."""
+    The rows are in another order than those of `like`, so a shard of rows of `like` is not one of `rows`.
+    """
     if not isinstance(like, DTensor):
         return rows
     mesh = like.device_mesh
@@ -270,7 +307,7 @@ def _by_columns(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _local_experts(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The experts of `[E, ...]` that lie on this rank, each with the shards that are left of it."""
+    """Yields the number and the weight of each expert of `[E, ...]` that is on this rank."""
     if not isinstance(weight, DTensor):
         yield from enumerate(weight)
         return
@@ -285,12 +322,12 @@ def _local_experts(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _mesh_of_one_expert(weight: DTensor) -> tuple[DeviceMesh | None, list[Placement]]:
-    """The mesh axes that do not divide the experts, and what they do to the dimensions of one expert."""
+    """Returns the sub-mesh of the axes that do not shard experts, and the placements of one expert on it."""
     names, placements = [], []
-    for name, placement in zip(weight.device_mesh.mesh_dim_names, weight.placements, strict=True):
+    for name, placement in zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True):
         if getattr(placement, "dim", None) != 0:
             names.append(name)
-            placements.append(_moved(placement, -1))
+            placements.append(_shift_dim(placement, -1))
     return (weight.device_mesh[tuple(names)], placements) if names else (None, [])
 
 
@@ -301,7 +338,7 @@ def _weight_files(path: str | None) -> list[str]:
 
 
 def keys_of(path: str) -> Iterator[str]:
-    """The names of the tensors in a folder of safetensors files."""
+    """Yields the names of the tensors in a folder of safetensors files."""
     index = os.path.join(path, "model.safetensors.index.json")
     if os.path.exists(index):
         with open(index) as file:

@@ -1,14 +1,15 @@
-"""Kimi Linear: its flavors, and the model by flavor."""
+"""Kimi Linear: its flavors and its `model_registry`."""
 
 from functools import partial
+from typing import Any
 
 from titan_gdn.models.hybrid import Flavor, model_spec
 from titan_gdn.models.hybrid.config_registry import DEBUG_RUN
 from titan_gdn.models.kimi_linear.model import KimiLinearArguments
 from titan_gdn.models.kimi_linear.state_dict_adapter import KimiLinearStateDictAdapter
 
-_DEBUG = {
-    "vocab_size": 264,  # the byte tokenizer's 257, rounded up so that up to 8 TP ranks share it evenly
+_DEBUG: dict[str, Any] = {
+    "vocab_size": 264,  # the 257 tokens of the byte tokenizer, rounded up to a multiple of 8 TP ranks
     "dim": 128,
     "n_layers": 4,
     "n_heads": 4,
@@ -23,7 +24,7 @@ _DEBUG = {
     "linear_gate_rank": 32,
     "hidden_dim": 384,
 }
-_EXPERTS = {"n_experts_per_token": 2, "expert_hidden_dim": 96, "shared_expert_hidden_dim": 96}
+_EXPERTS: dict[str, Any] = {"n_experts_per_token": 2, "expert_hidden_dim": 96, "shared_expert_hidden_dim": 96}
 
 flavors: dict[str, Flavor] = {
     "debug": Flavor(KimiLinearArguments(**_DEBUG, n_experts=0), DEBUG_RUN),

@@ -1,8 +1,10 @@
-"""Whole runs of Kimi Linear's flavors.
+"""The training configurations of Kimi Linear's flavors.
 
-The functions without arguments also serve TorchTitan's own command:
+TorchTitan's own command also takes the functions without arguments:
 `torchrun -m torchtitan.train --module titan_gdn.models.kimi_linear --config kimi_linear_48b_a3b`.
 """
+
+from typing import Any
 
 from torchtitan.trainer import Trainer
 
@@ -10,18 +12,26 @@ from titan_gdn.models.hybrid.config_registry import run_of
 from titan_gdn.models.kimi_linear import flavors, model_registry
 
 
-def trainer_config(flavor: str, **model: object) -> Trainer.Config:
-    """The run of a flavor; arguments as those of `titan_gdn.models.hybrid.model_spec`."""
+def trainer_config(flavor: str, **model: Any) -> Trainer.Config:
+    """Returns the training configuration of a flavor.
+
+    Args:
+        flavor: a name in `flavors`.
+        **model: the keyword arguments of `titan_gdn.models.hybrid.model_spec`.
+
+    Raises:
+        ValueError: there is no such flavor, or the arguments contradict each other.
+    """
     return run_of(model_registry(flavor, **model), flavors[flavor].run)
 
 
 def kimi_linear_debug() -> Trainer.Config:
-    """A dense model of 4 layers on the standard library's source."""
+    """A dense model of 4 layers, trained on the source code of the standard library."""
     return trainer_config("debug")
 
 
 def kimi_linear_debug_moe() -> Trainer.Config:
-    """The same with 8 experts in all layers but the first."""
+    """The same model with 8 experts in all layers but the first."""
     return trainer_config("debug_moe")
 
 

@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention and latent attention, 3 to 1, and a first layer that is dense.
+"""Kimi Linear: three layers of Kimi Delta Attention, then one of latent attention; the first layer is dense.
 
 Reference: arXiv 2510.26692; `transformers`, `models/kimi_linear/modeling_kimi_linear.py`.
 """
@@ -27,24 +27,24 @@ class KimiLinearArguments(SparseArguments):
     n_layers: int = 27
 
     full_attention_interval: int = 4
-    """The layers whose numbers (from 1) are multiples of this attend fully, and so does the last layer."""
+    """The last layer and the layers whose numbers (from 1) are multiples of this have full attention."""
 
     norm_eps: float = 1e-5
-    """Epsilon of all norms but that of compressed keys and values, which is 1e-6."""
+    """Epsilon of all norms but `kv_norm`, which has 1e-6."""
 
     n_heads: int = 32
 
     key_head_dim: int = 128
-    """Width of a head's own part of its key."""
+    """Width of the part of a key that each head has for itself."""
 
     qk_rope_head_dim: int = 64
     """Width of the part of a key that all heads share. Kimi Linear does not rotate it."""
 
     value_head_dim: int = 128
-    """Width of a value head."""
+    """Width of the values of the full attention, per head."""
 
     kv_lora_rank: int = 512
-    """Width of the compressed vector that keys and values are read from."""
+    """Width of the compressed vector from which keys and values are projected."""
 
     n_linear_key_heads: int = 32
     n_linear_value_heads: int = 32
@@ -52,15 +52,15 @@ class KimiLinearArguments(SparseArguments):
     linear_value_head_dim: int = 128
 
     linear_gate_rank: int = 128
-    """Width of the low-rank gates of Kimi Delta Attention."""
+    """Rank of the low-rank gates of Kimi Delta Attention."""
 
     lower_bound: float | None = None
-    """Bound of Kimi Delta Attention's log decay, below 0 (GLM-5.3-Flash: -5); none: unbounded."""
+    """Lower bound of Kimi Delta Attention's log decay, negative (GLM-5.3-Flash: -5); none: unbounded."""
 
     hidden_dim: int = 9216
 
     n_dense_layers: int = 1
-    """How many of the first layers are dense."""
+    """Number of layers at the beginning that are dense."""
 
     n_experts: int = 256
     n_experts_per_token: int = 8
@@ -70,14 +70,14 @@ class KimiLinearArguments(SparseArguments):
     """Hidden width of all shared experts together."""
 
     route_norm: bool = True
-    """Scale the scores of the chosen experts to sum to 1."""
+    """Whether the scores of the selected experts are normalized to sum to 1."""
 
     route_scale: float = 2.446
-    """Factor of the scores after that."""
+    """Factor by which the scores are then multiplied."""
 
     load_balance_coeff: float = 1e-3
-    """Step of the bias that balances experts (arXiv 2408.15664), which is part of the published model. A step
-    far below float32's resolution keeps it as it was loaded."""
+    """Step size of the bias that balances experts (arXiv 2408.15664); none: no such bias. The bias is part of
+    the published model. To keep it as it is loaded, choose a step far below float32's resolution."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,16 +90,16 @@ class KimiLinearArguments(SparseArguments):
             self.refuse("route_scale", "a positive number")
 
     def kinds(self) -> list[str]:
-        """As of any hybrid model, but the last layer attends fully."""
+        """One of `KINDS` for each layer. Unless `layer_types` is given, the last has full attention."""
         kinds = super().kinds()
         return kinds if self.layer_types is not None else [*kinds[:-1], "full_attention"]
 
     def linear_attention_widths(self) -> Widths:
-        """The widths of the linear attention layers."""
+        """Returns the sizes of the linear attention layers."""
         return replace(super().linear_attention_widths(), gate_rank=self.linear_gate_rank)
 
     def config(self) -> HybridModel.Config:
-        """The configuration of the model."""
+        """Returns the configuration of the model."""
         return decoder(
             self,
             linear_attention=lambda: KimiDeltaAttention.configure(

@@ -1,21 +1,22 @@
-"""Kimi Linear's parameters in the names and layouts of the published files, and back.
+"""Converts Kimi Linear's state dict to the names and layouts of the published files and back.
 
-Three things differ from ours beside the names. q, k and v have a projection and a convolution each, where
-ours go by head group. `A_log` has four dimensions. Experts are ours in one tensor.
+Besides names, three things differ. The files have a projection and a convolution each for q, k and v; the
+model has one of each, ordered by head group. `A_log` has four dimensions in the files and one in the model.
+The files have tensors for each expert; the model has one for all experts.
 """
 
 import re
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from titan_gdn.models.hybrid.state_dict_adapter import (
     LAYER,
     HybridStateDictAdapter,
-    Rows,
+    RowPermutation,
     conv_shape,
     keys_of,
     query_key_value,
@@ -23,34 +24,37 @@ from titan_gdn.models.hybrid.state_dict_adapter import (
 
 
 def published(key: str) -> str:
-    """The published name: transformers 5.24 saves a dense feed-forward by the name of the sparse ones."""
+    """Returns the name in the published files.
+
+    transformers 5.24 saves a dense feed-forward under the name of a sparse one, `block_sparse_moe`.
+    """
     return re.sub(r"\.block_sparse_moe\.(?=(gate|up|down)_proj\.)", ".mlp.", key)
 
 
 class PublishedNamesReader(HuggingFaceStorageReader):
-    """Reads files whose names are not the published ones, by the published ones."""
+    """Reads files that transformers saved, in which it finds tensors by their published names."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.saved = {published(key): key for key in keys_of(path)}
+        self.saved_names = {published(key): key for key in keys_of(path)}
 
     def read_metadata(self) -> Metadata:
-        """Of all tensors."""
+        """Returns the metadata of all tensors under their published names."""
         metadata = super().read_metadata()
-        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        tensors, storage = metadata.state_dict_metadata, metadata.storage_data
         metadata.state_dict_metadata = {published(key): tensor for key, tensor in tensors.items()}
         metadata.storage_data = {
-            replace(index, fqn=published(index.fqn)): place for index, place in places.items()
+            replace(index, fqn=published(index.fqn)): location for index, location in storage.items()
         }
         return metadata
 
     def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
-        saved = replace(req.storage_index, fqn=self.saved[req.storage_index.fqn])
-        super()._process_read_request(f, replace(req, storage_index=saved), planner)
+        index = replace(req.storage_index, fqn=self.saved_names[req.storage_index.fqn])
+        super()._process_read_request(f, replace(req, storage_index=index), planner)
 
 
 class KimiLinearStateDictAdapter(HybridStateDictAdapter):
-    """The names and orders of Kimi Linear's files."""
+    """The names of Kimi Linear's files, and the order of rows in them."""
 
     layer = LAYER | {
         "attention.wq.weight": "self_attn.q_proj.weight",
@@ -79,14 +83,16 @@ class KimiLinearStateDictAdapter(HybridStateDictAdapter):
         "moe.routed_experts.inner_experts.w3_EFD": "block_sparse_moe.experts.{}.w3.weight",
     }
     rows = (
-        Rows(
-            ours={"linear_attention.in_proj_qkv.weight": lambda config: (config.in_proj_qkv.out_features,)},
-            theirs=tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+        RowPermutation(
+            parameters={
+                "linear_attention.in_proj_qkv.weight": lambda config: (config.in_proj_qkv.out_features,)
+            },
+            hf_names=tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
             order=query_key_value,
         ),
-        Rows(
-            ours={"linear_attention.conv.weight": conv_shape},
-            theirs=tuple(f"self_attn.{part}_conv1d.weight" for part in "qkv"),
+        RowPermutation(
+            parameters={"linear_attention.conv.weight": conv_shape},
+            hf_names=tuple(f"self_attn.{part}_conv1d.weight" for part in "qkv"),
             order=query_key_value,
             depthwise=True,
         ),
@@ -94,10 +100,10 @@ class KimiLinearStateDictAdapter(HybridStateDictAdapter):
     shapes = {"linear_attention.decay.A_log": (1, 1, -1, 1)}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """As `HybridStateDictAdapter.from_hf`; takes the names that transformers saves, too."""
+        """Extends `HybridStateDictAdapter.from_hf` to the names that transformers saves."""
         return super().from_hf({published(key): value for key, value in hf_state_dict.items()})
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
-        """A reader that takes the names that transformers saves, too."""
-        super().get_hf_storage_reader(path, from_quantized)  # says what is not read
+        """Returns a reader that also accepts files that transformers saved."""
+        super().get_hf_storage_reader(path, from_quantized)  # logs which tensors are not read
         return PublishedNamesReader(path)

@@ -1,8 +1,10 @@
-"""Whole runs of Qwen3-Next's flavors.
+"""The training configurations of Qwen3-Next's flavors.
 
-The functions without arguments also serve TorchTitan's own command:
+TorchTitan's own command also takes the functions without arguments:
 `torchrun -m torchtitan.train --module titan_gdn.models.qwen3_next --config qwen3_next_80b_a3b`.
 """
+
+from typing import Any
 
 from torchtitan.trainer import Trainer
 
@@ -10,18 +12,26 @@ from titan_gdn.models.hybrid.config_registry import run_of
 from titan_gdn.models.qwen3_next import flavors, model_registry
 
 
-def trainer_config(flavor: str, **model: object) -> Trainer.Config:
-    """The run of a flavor; arguments as those of `titan_gdn.models.hybrid.model_spec`."""
+def trainer_config(flavor: str, **model: Any) -> Trainer.Config:
+    """Returns the training configuration of a flavor.
+
+    Args:
+        flavor: a name in `flavors`.
+        **model: the keyword arguments of `titan_gdn.models.hybrid.model_spec`.
+
+    Raises:
+        ValueError: there is no such flavor, or the arguments contradict each other.
+    """
     return run_of(model_registry(flavor, **model), flavors[flavor].run)
 
 
 def qwen3_next_debug() -> Trainer.Config:
-    """A dense model of 4 layers on the standard library's source."""
+    """A dense model of 4 layers, trained on the source code of the standard library."""
     return trainer_config("debug")
 
 
 def qwen3_next_debug_moe() -> Trainer.Config:
-    """The same with 8 experts a layer."""
+    """The same model with 8 experts per layer."""
     return trainer_config("debug_moe")
 
 
@@ -31,5 +41,5 @@ def qwen3_next_80b_a3b() -> Trainer.Config:
 
 
 def qwen3_next_80b_a3b_1m() -> Trainer.Config:
-    """Qwen3-Next-80B-A3B, its context extended to 1,048,576 tokens by YaRN."""
+    """Qwen3-Next-80B-A3B with its context extended to 1,048,576 tokens by YaRN."""
     return trainer_config("80B-A3B-1M")

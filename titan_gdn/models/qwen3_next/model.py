@@ -1,4 +1,4 @@
-"""Qwen3-Next: Gated DeltaNet and gated attention, 3 to 1, over dense or sparse feed-forwards.
+"""Qwen3-Next: three Gated DeltaNet layers, then one of gated attention; feed-forwards are dense or sparse.
 
 Reference: `transformers`, `models/qwen3_next/modeling_qwen3_next.py`.
 """
@@ -31,7 +31,7 @@ class Qwen3NextArguments(SparseArguments):
     norm_eps: float = 1e-6
 
     tie_word_embeddings: bool = False
-    """Embedding and head share one weight."""
+    """Whether embedding and head share one weight."""
 
     n_heads: int = 16
 
@@ -39,16 +39,16 @@ class Qwen3NextArguments(SparseArguments):
     """Key-value heads of the full attention."""
 
     head_dim: int = 256
-    """Width of its heads."""
+    """Width of the heads of the full attention."""
 
     partial_rotary_factor: float = 0.25
-    """Share of that width that the rotary embedding turns."""
+    """Fraction of `head_dim` that the rotary embedding rotates."""
 
     rope_theta: float = 1e7
     """Base of the rotary frequencies."""
 
     context_length: int = 262144
-    """Tokens that the rotary embedding reaches without YaRN."""
+    """Longest sequence of the rotary embedding without YaRN, in tokens."""
 
     yarn_factor: float = 1.0
     """Factor by which YaRN (arXiv 2309.00071) extends `context_length`."""
@@ -64,17 +64,17 @@ class Qwen3NextArguments(SparseArguments):
     shared_expert_hidden_dim: int = 512
 
     norm_topk_prob: bool = True
-    """Scale the scores of the chosen experts to sum to 1."""
+    """Whether the scores of the selected experts are normalized to sum to 1."""
 
     decoder_sparse_step: int = 1
     """The layers whose numbers (from 1) are multiples of this have experts."""
 
     mlp_only_layers: list[int] | None = None
-    """Layers (from 0) that are dense all the same."""
+    """Layers (numbers from 0) that are dense in spite of `decoder_sparse_step`."""
 
     load_balance_coeff: float | None = None
-    """Step of TorchTitan's bias that balances experts (arXiv 2408.15664). The published model has no such
-    bias, and Hugging Face checkpoints have no place for it: none."""
+    """Step size of TorchTitan's bias that balances experts (arXiv 2408.15664); none: no such bias. The
+    published model has none, and Hugging Face checkpoints of this model cannot store one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,18 +83,19 @@ class Qwen3NextArguments(SparseArguments):
         if not 1 < self.rope_theta < math.inf:
             self.refuse("rope_theta", "a number above 1")
         if not 1 <= self.yarn_factor < math.inf:
-            self.refuse("yarn_factor", "a number of at least 1 (1: no extension)")
-        turned = self.head_dim * self.partial_rotary_factor
-        if not 2 <= turned <= self.head_dim or int(turned) % 2:
+            self.refuse("yarn_factor", "a number of at least 1 (1 means no extension)")
+        rotated = self.head_dim * self.partial_rotary_factor
+        if not 2 <= rotated <= self.head_dim or int(rotated) % 2:
             self.refuse(
-                "partial_rotary_factor", f"a share of head_dim = {self.head_dim} that is an even number"
+                "partial_rotary_factor",
+                f"a fraction whose product with head_dim = {self.head_dim} is an even number",
             )
         for layer in self.mlp_only_layers or []:
             if not 0 <= layer < self.n_layers:
                 self.refuse("mlp_only_layers", f"layers from 0 to {self.n_layers - 1}")
 
     def config(self) -> HybridModel.Config:
-        """The configuration of the model."""
+        """Returns the configuration of the model."""
         return decoder(
             self,
             linear_attention=lambda: GatedDeltaNet.configure(self.linear_attention_widths()),

@@ -1,8 +1,9 @@
-"""Qwen3-Next's parameters in the names and layouts of Hugging Face files, and back.
+"""Converts Qwen3-Next's state dict to the names and layouts of Hugging Face files and back.
 
-Three things differ from ours beside the names. `in_proj_qkvz` holds q, k, v and z of a key head together,
-where ours keeps z apart. `conv1d` holds all q channels, then all k, then all v, where ours goes by head
-group. Experts are ours in one tensor.
+Besides names, three things differ. The files hold q, k, v and z of a key head together in `in_proj_qkvz`;
+the model has a separate `in_proj_z`. The files' `conv1d` holds all channels of q, then those of k, then those
+of v; the model orders them by head group. The files have tensors for each expert; the model has one for all
+experts.
 """
 
 import torch
@@ -12,14 +13,14 @@ from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.models.hybrid.state_dict_adapter import (
     LAYER,
     HybridStateDictAdapter,
-    Rows,
+    RowPermutation,
     conv_shape,
     query_key_value,
 )
 
 
 def _query_key_value_gate(config: GatedDeltaNet.Config) -> list[Tensor]:
-    """Which row of `[in_proj_qkv; in_proj_z]` each row of `in_proj_qkvz` is."""
+    """For each row of `in_proj_qkvz`, the index of the same row in `[in_proj_qkv; in_proj_z]`."""
     rows, groups = config.in_proj_qkv.out_features, config.n_key_heads
     qkv = torch.arange(rows).view(groups, -1)
     z = torch.arange(rows, rows + config.in_proj_z.out_features).view(groups, -1)
@@ -27,7 +28,7 @@ def _query_key_value_gate(config: GatedDeltaNet.Config) -> list[Tensor]:
 
 
 class Qwen3NextStateDictAdapter(HybridStateDictAdapter):
-    """The names and orders of Qwen3-Next's files."""
+    """The names of Qwen3-Next's files, and the order of rows in them."""
 
     layer = LAYER | {
         "attention.wq.weight": "self_attn.q_proj.weight",
@@ -53,17 +54,17 @@ class Qwen3NextStateDictAdapter(HybridStateDictAdapter):
         "moe.routed_experts.inner_experts.w3_EFD": "mlp.experts.{}.up_proj.weight",
     }
     rows = (
-        Rows(
-            ours={
+        RowPermutation(
+            parameters={
                 "linear_attention.in_proj_qkv.weight": lambda config: (config.in_proj_qkv.out_features,),
                 "linear_attention.in_proj_z.weight": lambda config: (config.in_proj_z.out_features,),
             },
-            theirs=("linear_attn.in_proj_qkvz.weight",),
+            hf_names=("linear_attn.in_proj_qkvz.weight",),
             order=_query_key_value_gate,
         ),
-        Rows(
-            ours={"linear_attention.conv.weight": conv_shape},
-            theirs=("linear_attn.conv1d.weight",),
+        RowPermutation(
+            parameters={"linear_attention.conv.weight": conv_shape},
+            hf_names=("linear_attn.conv1d.weight",),
             order=lambda config: [torch.cat(query_key_value(config))],
             depthwise=True,
         ),

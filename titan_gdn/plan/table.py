@@ -46,7 +46,7 @@ def print_plan(plan: Plan, world_size: int) -> None:
     console.print(f"{NOTES}\n")
     console.print(
         f"Model: {plan.parameters / 1e9:.2f} B parameters, {plan.active / 1e9:.2f} B active per token; "
-        f"{plan.flops / 1e9:,.1f} GFLOP per token, forward and backward, with attention counted as not causal\n"
+        f"{plan.flops / 1e9:,.1f} GFLOP per token (forward and backward, attention counted as not causal)\n"
     )
     _print_memory(console, plan)
 

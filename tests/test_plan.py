@@ -103,7 +103,7 @@ def test_json_is_all_that_is_printed_and_holds_the_traffic(printed):
         assert (told["transient"], told["kept"]) == (sent.transient, sent.kept)
     assert set(kind["exchanges"]) == {"all_to_all", "all_gather", "state"}
     assert plan["degrees"]["dp_shard"] == 4 and plan["parameters"] == 79674391296
-    assert plan["flops_a_token"] == 640197616128
+    assert plan["flops_per_token"] == 640197616128
 
 
 def test_the_table_charges_what_the_choice_charges_under_selective_checkpointing(printed):

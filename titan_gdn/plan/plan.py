@@ -133,7 +133,7 @@ class Plan:
             "linear_attention": [exchanges.as_json() for exchanges in self.exchanges],
             "parameters": self.parameters,
             "active_parameters": self.active,
-            "flops_a_token": self.flops,
+            "flops_per_token": self.flops,
             "memory": asdict(self.memory) | {"total": self.memory.total},
             "fits": self.fits,
         }

@@ -38,15 +38,15 @@ def print_plan(plan: Plan, world_size: int) -> None:
     listed = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
     batch = plan.exchanges[0].batch
     console.print(
-        f"{world_size} ranks: {listed}; {batch.rows} rows of {batch.length:,} tokens, {batch.order}; "
+        f"{world_size} ranks: {listed}; {batch.rows} x {batch.length:,} tokens, {batch.order}; "
         f"{batch.itemsize} bytes per element; activation checkpointing {plan.checkpointing}\n"
     )
     for exchanges in plan.exchanges:
         _print_exchanges(console, exchanges)
     console.print(f"{NOTES}\n")
     console.print(
-        f"Model: {plan.parameters / 1e9:.2f} B parameters, of which a token meets {plan.active / 1e9:.2f} B; "
-        f"{plan.flops / 1e9:,.1f} GFLOP a token, forward and backward, causality not counted\n"
+        f"Model: {plan.parameters / 1e9:.2f} B parameters, {plan.active / 1e9:.2f} B active per token; "
+        f"{plan.flops / 1e9:,.1f} GFLOP per token, forward and backward, with attention counted as not causal\n"
     )
     _print_memory(console, plan)
 

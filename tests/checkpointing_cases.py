@@ -1,4 +1,4 @@
-"""A model in every mode of activation checkpointing, one after the other: a function that every rank runs."""
+"""Trains a model in one mode of activation checkpointing after the other, on every rank of a pool."""
 
 import os
 
@@ -20,11 +20,11 @@ SMALL = {
 
 
 def train_modes(family, cases):
-    """What each of `cases`, lists of words of the command line, does on this rank.
+    """Train two steps for each of `cases`, which are lists of command-line arguments, and return the records.
 
-    Of every one losses and gradients' norms of both steps, the first step's collectives over CP, and the
-    second's peak of memory in bytes. Of compiled cases both steps' collectives: under the tracker of memory
-    nothing would be compiled.
+    A record holds the losses and gradient norms of both steps, the number of collectives over CP in the first
+    step, and the peak memory of the second step in bytes. Compiled cases count the collectives of both steps
+    and have no peak, because nothing is compiled under the memory tracker.
     """
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.utils import set_spmd_backend
@@ -46,7 +46,7 @@ def train_modes(family, cases):
 
 
 class Sent(BytesSent):
-    """Lets what it watches be compiled, and counts what the compiled code sends."""
+    """Counts collectives and, unlike its base class, does not prevent compilation."""
 
     @classmethod
     def ignore_compile_internals(cls):
@@ -54,7 +54,7 @@ class Sent(BytesSent):
 
 
 class Memory(MemTracker):
-    """Gradients count as temporary: hooks on them do not go with weights that are slices of parameters."""
+    """Counts gradients as temporary: the tracker's hooks on them fail for slices of parameters."""
 
     def _track_module_params_and_buffers(self, module, install_grad_hooks=True):
         return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
@@ -82,7 +82,7 @@ def _train(family, words, dims):
 
 
 def _prepare(family, words, dims):
-    """The model of a case, parallelized, and this rank's share of a batch."""
+    """Build and parallelize the model of a case. Return it and this rank's shard of a batch."""
     from titan_gdn.config.load import load_config
     from titan_gdn.parallel.segments import shard_order
 

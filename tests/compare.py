@@ -23,7 +23,7 @@ def rule_inputs(
     dtype=torch.float32,
     device="cpu",
 ):
-    """Random q, k, v in `dtype`, and g, beta and, if wanted, initial states in float32 at least."""
+    """Return random q, k, v in `dtype`, and g, beta and initial states (if `states`) at least in float32."""
     torch.manual_seed(T + 10 * R)
     lead, exact = (batch, T), torch.promote_types(dtype, torch.float32)
     q, k, v = (torch.randn(*lead, *shape).to(dtype) for shape in ((H, K), (H, K), (H * R, V)))
@@ -34,9 +34,9 @@ def rule_inputs(
 
 
 def rule_errors(inputs, backend="torch", cu_seqlens=None, l2norm=True, scale=None, **flags):
-    """Errors of output, final state and the gradient of each input; the rule is the one that `g` fits.
+    """Return the errors of the output, the final state and the gradient of each input.
 
-    `flags` are that rule's own.
+    The shape of `g` selects the rule, and `flags` are arguments of that rule only.
     """
     ours = [x.detach().requires_grad_() for x in inputs]
     theirs = [x.detach().cpu().double().requires_grad_() for x in inputs]
@@ -86,6 +86,6 @@ def _errors(names, outputs, expected, ours, theirs):
 
 
 def relative_error(a, b):
-    """Norm of the difference over the norm; infinite where it is no number, which compares as no error."""
+    """Return the norm of `a - b` over the norm of `b`. NaN becomes infinity: it must not pass `error < x`."""
     error = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
     return error if math.isfinite(error) else math.inf

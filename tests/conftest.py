@@ -1,18 +1,18 @@
-"""The shim that TorchTitan needs without an accelerator, and the runs that meshes are compared by."""
+"""The sets of tests (fast, slow, nightly) and the training runs that several test files compare."""
 
 import pytest
 import torch
 
 from titan_gdn.runtime import cpu
 
-# Before TorchTitan is imported, by tests as by the command.
+# TorchTitan must find the CPU backend when it is imported.
 cpu.enable()
 torch.set_num_threads(1)
 
 from tests import hf, ranks  # noqa: E402
 from tests.training import train  # noqa: E402
 
-# Two layers are enough to hold one of each kind; every parameter more costs each rank time in DTensor.
+# Two layers hold one of each kind. Every further parameter costs each rank time in DTensor.
 LAYERS = {
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """Trains 3 steps on some ranks with some changes to the command line."""
+    """Return a function that trains 3 steps on some ranks, with some arguments on the command line."""
     folder = str(tmp_path_factory.mktemp("meshes"))
     model, overrides = hf.model(**LAYERS)
     model.save_pretrained(folder)
@@ -48,10 +48,10 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def one_rank(run):
-    """The reference, and that no router has to choose between experts whose scores are nearly equal."""
+    """The run on one rank that others must equal. Checks that no router meets experts with equal scores."""
     record = run(1)[0]
     if record["gap"] is not None:
         assert record["gap"] > 1e-6, (
-            "a near tie between experts: meshes may choose differently, take another seed"
+            "the scores of two experts are nearly equal, so meshes may choose differently: change the seed"
         )
     return record

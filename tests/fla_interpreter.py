@@ -12,11 +12,11 @@ import os
 import sys
 
 TRITON_VERSIONS = ("3.8", "3.9")
-"""Those that it was tried on."""
+"""Versions of Triton on which this file was tested."""
 
 
 def why_not():
-    """Why kernels cannot be interpreted here, or None."""
+    """Return why kernels cannot be interpreted here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     version = importlib.metadata.version("triton")
@@ -26,7 +26,7 @@ def why_not():
 
 
 def install():
-    """Mend the interpreter, then FLA's modules, which this imports."""
+    """Patch the interpreter, then import FLA's modules and patch them."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "start the process with TRITON_INTERPRET=1"
     os.environ["FLA_CACHE_RESULTS"] = "0"  # FLA's file of autotuned configurations is named by the GPU
     take_the_first_configuration()
@@ -127,7 +127,7 @@ def _float32(bits):
 
 
 def _bfloat16(x):
-    """The bits of the nearest bfloat16, ties to even."""
+    """Return the bits of the nearest bfloat16, ties to even."""
     import torch
 
     return torch.from_numpy(x.copy()).bfloat16().view(torch.uint16).numpy()

@@ -1,4 +1,4 @@
-"""transformers' models as the oracles: tiny, random, on their PyTorch paths."""
+"""Small random models of transformers, whose PyTorch code is the oracle, and TOML files that train them."""
 
 import importlib
 
@@ -15,9 +15,10 @@ _KERNELS = {
 
 
 def model(family="qwen3_next", **changes):
-    """A `ForCausalLM` of transformers, all random, and our builder's arguments for it."""
+    """Return a random `ForCausalLM` of transformers and the arguments of our builder for the same model."""
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    # With FLA installed transformers calls its Triton kernels on CPU tensors too: take what it wraps.
+    # If FLA is installed, transformers calls its Triton kernels even for CPU tensors: unwrap the PyTorch
+    # code.
     for name in _KERNELS & vars(modeling).keys():
         function = getattr(modeling, name)
         setattr(modeling, name, getattr(function, "__wrapped__", function))
@@ -29,14 +30,14 @@ def model(family="qwen3_next", **changes):
             if x.is_floating_point() and not name.endswith("inv_freq"):
                 x.add_(torch.randn_like(x), alpha=0.05)
             if name.endswith("A_log"):
-                # At the strongest initial decays the gradient of A_log is what is left of a cancellation,
-                # which transformers forms in float32: more than 1e-3 of it is rounding.
+                # With the strongest initial decays the gradient of A_log is the small rest of a cancellation.
+                # transformers computes it in float32, and more than 1e-3 of it would be rounding.
                 x.sub_(2)
     return hf, overrides
 
 
 def without_experts(family):
-    """What `model` takes to make every layer of a family dense."""
+    """Return the changes for `model` that make every layer of a family dense."""
     return {"mlp_layer_types": ["dense"] * 4} if family == "kimi_linear" else {"num_experts": 0}
 
 
@@ -99,7 +100,7 @@ def _kimi_linear(**changes):
 
 
 def kimi_overrides(config):
-    """As `overrides`, of a `KimiLinearConfig`."""
+    """Return the `[model.overrides]` of a `KimiLinearConfig`."""
     heads, width = config.linear_num_heads, config.linear_head_dim
     return {
         "vocab_size": config.vocab_size,
@@ -130,7 +131,7 @@ def kimi_overrides(config):
 
 
 def overrides(config, yarn_factor=1.0):
-    """What `[model.overrides]` says to build the model of a `Qwen3NextConfig`."""
+    """Return the `[model.overrides]` of a `Qwen3NextConfig`."""
     return {
         "vocab_size": config.vocab_size,
         "dim": config.hidden_size,
@@ -162,19 +163,19 @@ def overrides(config, yarn_factor=1.0):
 
 
 def weights_of(folder):
-    """The section `[checkpoint]` of a run that begins with the files in `folder` and writes none."""
+    """Return the `[checkpoint]` section of a run that loads the files in `folder` and saves nothing."""
     return {"enable": True, "initial_load_in_hf": True, "initial_load_path": str(folder), "load_only": True}
 
 
 def toml(folder, overrides, **sections):
-    """A TOML file in `folder` that trains this model in float32 on the text files beside it."""
+    """Write a TOML file that trains this model in float32 on text files in `folder`; return its path."""
     import json
     import os
 
     text = os.path.join(folder, "text")
     if not os.path.isdir(text):
         os.makedirs(text)
-        # Of 3 to 118 bytes, more varied than prose: the rows of every step begin and end in several.
+        # Files of 3 to 118 bytes, more varied than prose: every row of a batch holds parts of several.
         for i in range(24):
             with open(os.path.join(text, f"{i}.txt"), "w") as file:
                 file.write("".join(chr(33 + (j * j * (i + 3) + j) % 90) for j in range(3 + 5 * i)))

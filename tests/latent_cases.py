@@ -1,4 +1,4 @@
-"""One latent attention layer on four ranks against the same layer on one: a function that every rank runs."""
+"""Compares a latent attention layer on four ranks with the same layer on one rank (see layer_cases.py)."""
 
 import itertools
 
@@ -18,7 +18,7 @@ def name(case):
 
 
 def build(tp, cp, sp):
-    """The layer with the same weights on any mesh."""
+    """Build the layer on a mesh; its weights do not depend on the mesh."""
 
     from titan_gdn.models.kimi_linear import KimiLinearArguments
 
@@ -49,7 +49,7 @@ def build(tp, cp, sp):
 
 
 def errors(case):
-    """Relative errors of output and gradients; bytes sent over CP in the forward."""
+    """Return the relative errors of output and gradients, and the bytes sent over CP in the forward pass."""
     from tests.compare import relative_error
     from titan_gdn.bench.recorder import BytesSent
 
@@ -65,7 +65,7 @@ def errors(case):
     mine = local(x, tp, cp, sp, order).requires_grad_()
     with BytesSent() as sent:
         out = split(mine, attention_masks=None, sequence=shards)
-        # The output may still be under way: an operation on it waits.
+        # The output may still be in flight: an operation on it waits.
         out = out.to_local() * 1 if isinstance(out, DTensor) else out
     out.backward(local(d_out, tp, cp, sp, order))
     found = {

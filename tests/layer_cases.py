@@ -1,4 +1,8 @@
-"""One linear attention layer on four ranks against the same layer on one: a function that every rank runs."""
+"""Compares a linear attention layer on four ranks with the same layer on one rank.
+
+The functions without a leading argument `tp` or `case` run on every rank of a pool (`tests.ranks.run`). A
+case is `(exchange, order, documents, (tp, cp, sequence_parallel), R, V)`, with R value heads per key head.
+"""
 
 import itertools
 import os
@@ -8,11 +12,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 LENGTH, WIDTH, GROUPS, RANK = 128, 32, 4, 6
-RAGGED = [0, 1, 3, 6, 31, 32, 33, 65, 66, 95, 100, 127, 128]  # 1, 2 and 3 tokens beside the edges of shards
-# Beside the edges of all segments, and then one that every rank has a part of, before another that starts in
-# the middle of the second segment of rank 0.
+RAGGED = [0, 1, 3, 6, 31, 32, 33, 65, 66, 95, 100, 127, 128]
+"""Documents of 1, 2 and 3 tokens at the edges of shards."""
 EDGES = [0, 15, 16, 17, 19, 30, 32, 47, 48, 50, 64, 78, 80, 81, 94, 95, 96, 99, 111, 112, 113, 128]
+"""Documents that start and end next to the edges of all segments."""
 SPANNING = [0, 5, 120, 128]
+"""A document of which every rank has a part, then one that starts inside the second segment of rank 0."""
 MESHES = [
     (1, 1, False),
     (2, 1, False),
@@ -45,11 +50,12 @@ def name(case):
 
 
 def is_bitwise(layer, case):
-    """Without TP, unless a matrix product is so narrow that the library takes another kernel for it.
+    """Whether the output must be bitwise that of one rank.
 
-    That is below 16 rows of a weight (all_gather cuts weights; a group has `2R` rows of `in_proj_ba`, `R` of
-    `in_proj_b`), and where the rule runs on a single group, whose products are no batch. Where the state is
-    handed on, a segment's transition is a product of its own.
+    It is without TP, unless the matrix library switches to another kernel. It does for weights of fewer than
+    16 rows (all_gather slices weights; a group has `2R` rows of `in_proj_ba` and `R` rows of `in_proj_b`),
+    and if the rule runs on a single group, because its products are then not batched. The state exchange
+    multiplies by the transitions of segments, which one rank does not do.
     """
     exchange, _, _, (tp, cp, _), R, _ = case
     groups, rows = GROUPS // cp, {"gated_delta_net": 2 * R, "kimi_delta_attention": R}[layer]
@@ -84,7 +90,7 @@ def dims(tp, cp, cache={}):  # noqa: B006 (one set of process groups a mesh)
 
 
 def split_layer(layer, exchange, tp, cp, sp, R, V, regather=False):
-    """The same layer whole and split; half of its heads forget slowly."""
+    """Build a layer on one rank and the same layer on a mesh. Half of its heads decay slowly."""
     from titan_gdn.bench.layer import LayerOptions, build
 
     options = LayerOptions(
@@ -113,7 +119,7 @@ def split_layer(layer, exchange, tp, cp, sp, R, V, regather=False):
 
 
 def local(x, tp, cp, sp, order):
-    """This rank's tokens of `[B, T, ...]`."""
+    """Return this rank's tokens of `[B, T, ...]`."""
     from titan_gdn.parallel.segments import shard_order
 
     parallel = dims(tp, cp)
@@ -132,7 +138,7 @@ def positions_of(documents):
 
 
 def layouts(documents, tp, cp, order):
-    """The sequence whole, and as this rank sees it."""
+    """Return the layout of the full sequence and that of this rank's shard."""
     from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 
     positions = positions_of(documents)
@@ -145,13 +151,13 @@ def layouts(documents, tp, cp, order):
 
 
 def errors(layer, case, regather=False):
-    """Relative errors of output and gradients, and whether the output is equal to the bit."""
+    """Return the relative errors of output and gradients, and whether the output is bitwise equal."""
     exchange, _, _, (tp, cp, sp), R, V = case
     return compared(*split_layer(layer, exchange, tp, cp, sp, R, V, regather), case)
 
 
 def compared(whole, split, case, gradient=lambda d_out: d_out):
-    """As `errors`, of a split layer against the same layer whole; `gradient` changes that of the output."""
+    """See `errors`, for these two layers. `gradient` changes the random gradient of the output."""
     from tests.compare import relative_error
 
     _, order, documents, (tp, cp, sp), _, _ = case
@@ -165,7 +171,7 @@ def compared(whole, split, case, gradient=lambda d_out: d_out):
 
     mine = local(x, tp, cp, sp, order).requires_grad_()
     out = split(mine, *split.decay(), sequence=shards)
-    # The output may still be under way: an operation on it waits.
+    # The output may still be in flight: an operation on it waits.
     out = out.to_local() * 1 if isinstance(out, DTensor) else out
     out.backward(local(d_out, tp, cp, sp, order))
     found = {
@@ -187,7 +193,7 @@ def matrix(layer, cases):
 
 
 def round_trip_of_tokens():
-    """Token numbers through each exchange: in natural order after it, in place again on the way back."""
+    """Send token numbers through each exchange and back, and return the cases with a token out of place."""
     set_up()
     wrong = []
     cases = [case for case in CASES if case[0] != "state" and case[2] == "ragged" and case[4:] == (2, 8)]
@@ -216,7 +222,7 @@ def round_trip_of_tokens():
 
 
 def wrong_orders():
-    """What each rank says when tokens arrive in another order than declared."""
+    """Return the errors of this rank if tokens arrive in another order than declared."""
     from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 
     set_up()
@@ -235,7 +241,7 @@ def wrong_orders():
 
 
 def traffic(layer):
-    """Recorded bytes over CP and TP, forward and backward, beside the formulas'."""
+    """Return the options and the recorded bytes over CP and TP of each run."""
     from titan_gdn.bench.layer import LayerOptions, measure
 
     set_up()
@@ -272,10 +278,10 @@ def traffic(layer):
 
 
 def powers(layer):
-    """What the cases could see of a wrong transition.
+    """Show that the cases would detect a wrong transition.
 
-    Returns the number of segments and the 2-norms of this rank's inner ones' transitions (of the heads that
-    forget slowly), and by how much errors grow with transitions that are wrong.
+    Returns the smallest 2-norm of each segment's transition among the heads that decay slowly, by position
+    and number of segments, and the largest error with each kind of wrong transition.
     """
     from titan_gdn.parallel.exchange import state
 
@@ -283,7 +289,7 @@ def powers(layer):
     link, norms, case = state._Link, {}, ("state", "headtail", "one", (1, 4, False), 2, 12)
 
     class Link(link):
-        """Looks at what is linked, or changes it."""
+        """Records the transitions, or changes them."""
 
         change = None
 
@@ -314,7 +320,7 @@ def powers(layer):
 
 
 def neighbours(layer):
-    """Where a document that changes, or is no number, changes another, or not every token of its own."""
+    """Change one document, or make it NaN. Return where others change, or some of its own tokens do not."""
     set_up()
     wrong = []
     positions = positions_of("rows")
@@ -345,7 +351,7 @@ def neighbours(layer):
 
 
 def regathered():
-    """Peak of what autograd keeps, and errors, with and without gathering again."""
+    """Return the error and the number of gathered tensors that autograd keeps, with and without regather."""
     set_up()
     found = {}
     for again in (False, True):

@@ -1,4 +1,4 @@
-"""A layer under each exchange in turns on two ranks, over loopback or a slow link between them."""
+"""Times a layer with each exchange on two ranks, over loopback or a slow link between them."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ RATE_MBIT = 20
 
 @contextlib.contextmanager
 def slow_link():
-    """Two network namespaces with a link of `RATE_MBIT` between them; their names, or why there are none."""
+    """Create two network namespaces and a link of `RATE_MBIT`. Yield their names and the error, if any."""
     names = [f"titan_gdn_{os.getpid()}_{end}" for end in range(2)]
     ends = [f"tg{os.getpid() % 10**6}_{end}" for end in range(2)]
     commands = [
@@ -53,7 +53,7 @@ def _run(commands):
 
 
 def _enter(namespace):
-    """Move this process, whose threads are yet to come, into a network namespace."""
+    """Move this process into a network namespace. It must not have started threads yet."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
@@ -62,7 +62,7 @@ def _enter(namespace):
 
 
 def race(options, namespaces=None, repeats=5):
-    """Median seconds of each exchange, and what the cost model says of them with this link and this rank."""
+    """Return each exchange's median seconds, the cost model's prediction for this link, and the machine."""
     from tests import layer_cases
     from titan_gdn.bench.layer import mesh_of, prepare, run_once
     from titan_gdn.parallel.cost import cost
@@ -94,7 +94,7 @@ def race(options, namespaces=None, repeats=5):
 
 
 def _layer_flops(shape, batch):
-    """Of projections and rule, forward and backward, as this rank has them."""
+    """Return the FLOPs of projections and rule, forward and backward, on this rank."""
     from titan_gdn.ops.flops import chunked_rule_flops
 
     projections = 3 * 2 * shape.width * (shape.exchanged + 2 * shape.output)
@@ -103,7 +103,7 @@ def _layer_flops(shape, batch):
 
 
 def _alone(options):
-    """Median seconds of what every exchange computes: the layer over a rank's tokens, by itself."""
+    """Return the median seconds of the layer on a rank's tokens without any communication."""
     from torchtitan.distributed import ParallelDims
 
     from titan_gdn.bench.layer import prepare, run_once
@@ -126,7 +126,7 @@ def _alone(options):
 
 
 def _link(mesh):
-    """Seconds of a small collective, and bytes a second beyond that of a large one."""
+    """Return the seconds of a small collective and the bandwidth of a large one."""
     from titan_gdn.parallel.collectives import gather_sequence
 
     def seconds(elements):

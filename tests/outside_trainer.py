@@ -1,4 +1,4 @@
-"""A block of ours in a plain PyTorch program: `init_device_mesh`, `fully_shard`, `torch.compile`, no trainer.
+"""Runs a block in a plain PyTorch program: `init_device_mesh`, `fully_shard`, `torch.compile`, no trainer.
 
 docs/without_the_trainer.md shows the same lines.
 """
@@ -15,7 +15,7 @@ from tests.layer_cases import LENGTH, positions_of
 
 
 class Model(torch.nn.Module):
-    """The decay parameters are a unit of their own, called before the blocks, by the root."""
+    """Shard the decay parameters as a unit of their own, which the root calls before the blocks."""
 
     def __init__(self, block):
         super().__init__()
@@ -26,7 +26,7 @@ class Model(torch.nn.Module):
 
 
 def block_on_a_mesh(exchange, backend):
-    """Relative errors of three steps' outputs and gradients against the same block on one rank."""
+    """Return the relative errors of outputs and gradients in three steps, compared with one rank."""
     from titan_gdn.layers.linear_attention import LinearAttentionConfig
     from titan_gdn.models.qwen3_next import Qwen3NextArguments
     from titan_gdn.parallel.segments import shard_order

@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from imports, once."""
+"""The imports of the server that ranks are forked from (see tests/ranks.py)."""
 
 import logging
 import warnings

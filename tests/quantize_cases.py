@@ -23,7 +23,7 @@ CASES = [
 
 
 def configured(model, flavor="debug", converters=(), tp=1, cp=1, exchange="auto", run=None, **overrides):
-    """The configuration of a model as the trainer builds it; `run` changes sections of the run first."""
+    """Return a model's configuration as the trainer builds it, with the changes of `run` to its sections."""
     import importlib
 
     from titan_gdn.layers.linear_attention import LinearAttentionConfig
@@ -43,14 +43,14 @@ def configured(model, flavor="debug", converters=(), tp=1, cp=1, exchange="auto"
 
 
 def emulated(**options):
-    """Float8 that runs anywhere."""
+    """Return the configuration of emulated float8, which runs on any device."""
     from torchtitan.components.quantization import Float8LinearConverter
 
     return Float8LinearConverter.Config(emulate=True, **options)
 
 
 def pair(layer, converter, run=None, **shape):
-    """The plain layer, and the same as `converter` leaves it for a run.
+    """Build a layer, and the same layer converted by `converter`.
 
     The emulated recipe rounds gradients to two bits of mantissa: a product in the forward is 4% off, one in
     the backward 6%, and a layer has several in a row. Weights that are signed powers of two, and an output's
@@ -76,7 +76,7 @@ def pair(layer, converter, run=None, **shape):
 
 
 def layers(layer, case):
-    """The plain layer whole, and the same in emulated float8 and split."""
+    """Build a layer on one rank, and the same layer in emulated float8 on a mesh."""
     exchange, _, _, (tp, cp, sp), R, _ = case
     sections = {"parallelism": {"enable_sequence_parallel": sp}, "training": {"seq_len": layer_cases.LENGTH}}
     run = {"tp": tp, "cp": cp, "exchange": exchange, "run": sections}
@@ -89,7 +89,7 @@ def layers(layer, case):
 
 
 def errors():
-    """Relative errors of output and gradients for every layer and case, and what rows float8 multiplied."""
+    """Return the relative errors of each layer and case, and the number of rows that float8 multiplied."""
     from torchtitan.components.quantization import Float8Linear
 
     layer_cases.set_up()

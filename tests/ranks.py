@@ -1,8 +1,8 @@
-"""Ranks as processes of one test: forked from a warm server, so that a case costs no import.
+"""Runs a function on several ranks, each a process forked from a server that has imported TorchTitan.
 
-`run(function, world_size, *args)` calls `function(*args)` on every rank, with the environment that
-torchrun would give it, and returns what each rank returned. Nothing hangs: after `timeout` seconds the
-ranks are killed and the error says where each one waited.
+`run(function, world_size, *args)` calls `function(*args)` on every rank, with the environment variables of
+torchrun, and returns the list of results. The imports (10 s) happen once, in `tests.preload`, so a call costs
+about a second. After `timeout` seconds the ranks are killed, and the error shows the stack of each.
 """
 
 import faulthandler
@@ -21,7 +21,7 @@ _server.set_forkserver_preload(["tests.preload"])
 
 
 def run(function, world_size, *args, timeout=120):
-    """Call `function(*args)` on `world_size` ranks; the list of their results."""
+    """Call `function(*args)` on `world_size` ranks and return the list of their results."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -38,7 +38,7 @@ def run(function, world_size, *args, timeout=120):
         reports = [_read(os.path.join(folder, f"{rank}.txt")) for rank in range(world_size)]
         if failed:
             told = "\n".join(
-                f"--- rank {rank}: {report or 'said nothing'}" for rank, report in enumerate(reports)
+                f"--- rank {rank}: {report or 'no report'}" for rank, report in enumerate(reports)
             )
             raise AssertionError(f"{failed} of {world_size} ranks\n{told}")
         return [
@@ -47,12 +47,12 @@ def run(function, world_size, *args, timeout=120):
 
 
 def _wait(ranks, timeout):
-    """Why the ranks did not all end well, or None; kills what is left."""
+    """Wait for the ranks and kill those that remain. Return what went wrong, or None."""
     end = time.monotonic() + timeout
     while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < end:
         multiprocessing.connection.wait([process.sentinel for process in alive], end - time.monotonic())
         if any(process.exitcode for process in ranks):
-            time.sleep(1)  # others may be about to fail with a better message
+            time.sleep(1)  # other ranks may be about to fail with a clearer message
             break
     hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     for process in ranks:
@@ -83,7 +83,7 @@ def _rank(function, args, rank, world_size, port, folder, timeout):
             report.write(traceback.format_exc())
             report.flush()
             os._exit(1)
-        os._exit(0)  # no destructors: some of torch's wait for other ranks
+        os._exit(0)  # skips destructors: some of torch's wait for other ranks
 
 
 def _read(path):

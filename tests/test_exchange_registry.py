@@ -105,6 +105,8 @@ def test_the_planner_plans_it(mine, capsys, monkeypatch):
     assert f" mine {sent['cp_bytes'] / 1e6:,.1f} " in printed
     assert "The configuration names mine; auto would take" in printed
     assert " all_gather state mine cp MB over CP" in printed  # the heads of the sweep's columns
+    in_a_step = found["exchanges"]["mine"]["time"]["done"]["cp_bytes"]
+    assert f" {in_a_step / 1e6:,.1f} " in printed.split("MB over CP")[-1]
 
     monkeypatch.setattr(mine, "impossible", staticmethod(lambda shape, batch: "it is Sunday"))
     assert "mine is impossible because it is Sunday" in planned(capsys, "auto")

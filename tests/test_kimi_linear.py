@@ -194,7 +194,7 @@ def test_the_bound_of_the_decay_belongs_to_the_model():
     assert all(layer.lower_bound == -5.0 for layer in linear_layers(model.layers))
     with pytest.raises(ConfigError, match='unknown key "lower_bound"'):
         load_config(["--job.config_file", TOML.replace("kimi_linear", "qwen3_next"), *argv], 2)
-    with pytest.raises(ConfigError, match=r"it is \[model.overrides\] lower_bound"):
+    with pytest.raises(ConfigError, match="it is model.overrides.lower_bound now"):
         load_config(["--job.config_file", TOML, "--linear_attention.lower_bound", "-5.0"], 2)
     with pytest.raises(ConfigError, match="lower_bound = 5.0: expected a negative"):
         load_config(["--job.config_file", TOML, "--model.overrides.lower_bound", "5.0"], 2)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +17,6 @@ from tests.own_layer import OwnLayer, as_gated_delta_net
 from tests.own_model import OwnAdapter
 from tests.training import assert_same_numbers, train
 from titan_gdn import models
-from titan_gdn.bench.options import LayerOptions
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.initialization import linear
@@ -166,21 +168,19 @@ def test_the_planner_knows_it_by_its_title(toml, capsys):
     assert list(exchanges["exchanges"]) == list(EXCHANGES)
 
 
-def test_the_bench_takes_it_by_its_module():
-    from titan_gdn.bench.layer import run
-
-    options = LayerOptions(
-        layer=OWN,
-        dim=32,
-        key_heads=4,
-        value_heads=8,
-        key_dim=8,
-        value_dim=8,
-        gate_rank=6,
-        tokens=64,
-        repeats=1,
+def test_the_bench_takes_it_by_its_module(tmp_path):
+    """In a process of its own: the command forks its ranks, which pytest's autograd threads forbid."""
+    file = tmp_path / "figures.json"
+    words = (
+        f"layer --layer {OWN} --dim 32 --key-heads 4 --value-heads 8 --key-dim 8 --value-dim 8 --gate-rank 6"
     )
-    rows = run(options)
+    command = [sys.executable, "-m", "titan_gdn.bench", *words.split(), "--tokens", "64", "--repeats", "1"]
+    folder = os.path.dirname(os.path.dirname(__file__))
+    ended = subprocess.run(
+        [*command, "--json", file], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(file.read_text())["figures"]
     assert [row["exchange"] for row in rows] == list(EXCHANGES)
     assert all(row["cp forward (bytes)"] == row["cp forward, formula"] for row in rows)
 

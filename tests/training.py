@@ -1,4 +1,4 @@
-"""Runs of the real trainer, as functions that `tests.ranks.run` calls on every rank."""
+"""Runs of TorchTitan's trainer, as functions for `tests.ranks.run`."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from tests import ranks
 
 
 def dry_run(path, folder, *argv, **overrides):
-    """One step of a run as its TOML says, on 64 ranks that one process stands for, the model scaled down."""
+    """Train one step of a TOML file with a smaller model, on 64 ranks that one process simulates."""
     argv = ["--job.config_file", path, "--job.dump_folder", str(folder), *argv]
     argv += [word for key, value in overrides.items() for word in (f"--model.overrides.{key}", str(value))]
     argv += ["--training.seq_len", "512", "--training.steps", "1", "--checkpoint.no-enable"]
@@ -24,12 +24,12 @@ def _train_as_64(argv):
 
 
 def train(argv, step_of_gradients=1):
-    """Train as `titan_gdn.train` does.
+    """Train as `titan_gdn.train` does, and return a record of the run.
 
-    Returns the losses and gradient norms of all steps, the gradients of one step (whole, of each pipeline
-    stage on its first rank), the validation losses, the smallest gap between the last expert a router chose
-    and the next one, and the bias of each router after the last step. Ranks without the last stage know no
-    losses.
+    The record holds the losses and gradient norms of all steps, the full gradients of one step (of each
+    pipeline stage on its first rank, else empty), the validation losses, the smallest difference in score
+    between the last expert that a router chose and the next one, and each router's bias after the last step.
+    The losses are empty on ranks without the last pipeline stage.
     """
     trainer = _built(argv)
     record = {"loss": [], "grad_norm": [], "gradients": {}, "validation": [], "gap": _watch_routers(trainer)}
@@ -66,13 +66,13 @@ def train(argv, step_of_gradients=1):
 
 
 def one_step(argv, dry_ranks=None):
-    """The loss of a run of one step, None on ranks without the last stage.
+    """Train one step and return the loss, or None on ranks without the last pipeline stage.
 
-    Nothing is watched inside the model, which may be compiled.
+    Unlike `train` it puts no hooks into the model, so the model may be compiled.
 
     Args:
         argv: the command line.
-        dry_ranks: in a dry run, how many ranks this one stands for.
+        dry_ranks: in a dry run, the number of ranks that this process simulates.
     """
     if dry_ranks is not None:
         os.environ["NGPU"] = str(dry_ranks)
@@ -85,12 +85,12 @@ def one_step(argv, dry_ranks=None):
 
 
 def _built(argv):
-    """The trainer of a command line."""
+    """Build the trainer of a command line."""
     import torchtitan.trainer
 
     from titan_gdn.config.load import load_config
 
-    # The trainer lets other ranks finish printing before it ends; here nobody reads.
+    # The trainer sleeps at the end to let other ranks finish printing. Tests need no such pause.
     torchtitan.trainer.time = types.SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda seconds: None
     )
@@ -98,7 +98,7 @@ def _built(argv):
 
 
 def train_until(argv, stop):
-    """Train, but stop after so many steps as if killed; the losses."""
+    """Train, but stop after `stop` steps as if killed. Return the losses."""
     from torchtitan.trainer import Trainer
 
     if stop is not None:
@@ -127,7 +127,7 @@ def _watch_routers(trainer):
 
     def watch(router, args, output):
         scores = _local(output[2])
-        if len(args) > 1 and args[1] is not None:  # the bias that balances experts is part of the choice
+        if len(args) > 1 and args[1] is not None:  # the balancing bias takes part in the choice
             scores = scores + _local(args[1])
         top = scores.detach().float().topk(router.top_k + 1, dim=-1).values
         gaps.append((top[..., -2] - top[..., -1]).min().item())
@@ -140,7 +140,7 @@ def _watch_routers(trainer):
 
 
 def largest_error(gradients, reference):
-    """The parameter whose gradient is furthest off, and by how much (norm ratio)."""
+    """Return the parameter with the largest relative error of its gradient, and that error."""
     assert gradients.keys() == reference.keys()
     errors = {n: ((g - reference[n]).norm() / reference[n].norm()).item() for n, g in gradients.items()}
     worst = max(errors, key=errors.get)
@@ -148,7 +148,7 @@ def largest_error(gradients, reference):
 
 
 def assert_same_numbers(records, one_rank):
-    """Losses where they are known, gradient norms and every parameter's gradient are one rank's, to 1e-5."""
+    """Check that losses, gradient norms and all gradients equal those of one rank, to a relative 1e-5."""
     losses = [record["loss"] for record in records if record["loss"]]
     assert losses
     for loss in losses:

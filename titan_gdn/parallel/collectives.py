@@ -38,7 +38,7 @@ def gather_sequence(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def gather_all(x: Tensor, mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> Tensor:
+def gather_all(x: Tensor, mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> Tensor:
     """Gather all tokens of what is sharded as hidden states are between layers. Rows: `[tp][cp][tokens]`.
 
     CP comes first, so that only `1 / tp` of the bytes cross it; then TP.

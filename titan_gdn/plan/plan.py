@@ -239,7 +239,7 @@ def _exchanges(
     possible = [name for name in EXCHANGES if impossible(name, shape, batch) is None]
     sent = {name: traffic(name, shape, batch) for name in possible}
     return Exchanges(
-        kind=layer._owner.title,
+        kind=layer.layer_class.title,
         layers=len(names_of(model.layers, layer)),
         named=layer.run.exchange,
         batch=batch,

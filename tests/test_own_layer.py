@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
-from torchtitan.models.common import Linear
+from torchtitan.models.common import FeedForward, Linear
 
 from tests import hf, layer_cases, ranks
 from tests.compare import relative_error
@@ -21,6 +21,7 @@ from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.initialization import linear
 from titan_gdn.layers.linear_attention import Widths
+from titan_gdn.models.hybrid.builders import feed_forward
 from titan_gdn.parallel.exchange.registry import EXCHANGES
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.plan.__main__ import main as plan
@@ -69,6 +70,16 @@ class Undeclared(OwnLayer):
         extra: Linear.Config = dataclasses.field(default_factory=lambda: linear(8, 8))
 
 
+class Nested(OwnLayer):
+    """Hides linears in a module that is declared as a whole."""
+
+    replicated = (*OwnLayer.replicated, "mlp")
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(OwnLayer.Config):
+        mlp: FeedForward.Config = dataclasses.field(default_factory=lambda: feed_forward(8, 8))
+
+
 class Misspelt(OwnLayer):
     full_precision = {"in_proj_aa": "decay"}
 
@@ -80,6 +91,11 @@ class Misspelt(OwnLayer):
 def test_a_linear_without_a_placement_is_an_error_that_names_it():
     with pytest.raises(ValueError, match=r"Undeclared.extra has no placement: .*per_head .* or .replicated"):
         Undeclared.configure(WIDTHS)
+
+
+def test_a_linear_inside_another_module_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match=r"Nested.mlp.w1 has no placement: make the linear a field"):
+        Nested.configure(WIDTHS)
 
 
 def test_a_declaration_of_a_linear_that_does_not_exist_is_an_error_that_names_it():

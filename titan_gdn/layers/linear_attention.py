@@ -174,6 +174,12 @@ class LinearAttention(Module):
             layer = self.layer_class
             modules = {f.name for f in fields(self) if isinstance(getattr(self, f.name), Module.Config)}
             placed = {*layer.per_head, *layer.replicated, "out_proj", "decay"}
+            nested = {fqn for fqn, *_ in self.traverse(Linear.Config) if "." in fqn}
+            for name in sorted(nested):
+                raise ValueError(
+                    f"{layer.__name__}.{name} has no placement: make the linear a field of "
+                    f"{layer.__name__}.Config, and add it to {layer.__name__}.per_head or .replicated"
+                )
             for name in sorted(modules - placed):
                 raise ValueError(
                     f"{layer.__name__}.{name} has no placement: add it to {layer.__name__}.per_head (sharded "

@@ -170,9 +170,9 @@ def _count_stages(n_layers: int, parallelism: ParallelismConfig) -> int:
         less = sum(_less_layers(parallelism))
         stages = -(-(n_layers + less) // per_stage)
         given = (
-            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} with {n_layers} layers (plus {less} "
-            "for the embedding and the head, parallelism.pipeline_parallel_first_stage_less_layers and "
-            "parallelism.pipeline_parallel_last_stage_less_layers)"
+            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} with {n_layers} layers (plus "
+            f"{less} for the embedding and the head, parallelism.pipeline_parallel_first_stage_less_layers "
+            "and parallelism.pipeline_parallel_last_stage_less_layers)"
         )
     else:
         return pp if one_per_rank else 2 * pp

@@ -212,17 +212,16 @@ def _header(path: str) -> Iterator[tuple[str, TensorEntry]]:
 
 def _entry(path: str, key: str, value: Any, start: int) -> TensorEntry:
     """The entry of a tensor in a header; `start` is the position of the first byte after the header."""
+    invalid = ModelDirectoryError(
+        f'"{path}": tensor {key} has no valid dtype, shape and data_offsets in the header'
+    )
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        valid = isinstance(dtype, str) and all(
-            type(number) is int and number >= 0 for number in (*shape, begin, end)
-        )
     except (TypeError, KeyError, ValueError):
-        valid = False
-    if not valid:
-        raise ModelDirectoryError(
-            f'"{path}": tensor {key} has no valid dtype, shape and data_offsets in the header'
-        )
+        raise invalid from None
+    numbers = (*shape, begin, end)
+    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise invalid
     if dtype not in BITS:
         raise ModelDirectoryError(f'"{path}": tensor {key} has dtype "{dtype}". Possible: {", ".join(BITS)}.')
     if 8 * (end - begin) != math.prod(shape) * BITS[dtype]:

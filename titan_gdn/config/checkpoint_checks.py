@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.checkpointer import TRAIN_STATE
 from torchtitan.trainer import Trainer
 
+from titan_gdn.checkpoint.export import recorded_source
+from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError
 from titan_gdn.config.source import ConfigError
 
 DCP, HUGGING_FACE = ".metadata", "model.safetensors.index.json"
@@ -37,9 +39,12 @@ def check_checkpoint(config: Trainer.Config) -> None:
             f"Possible: {possible}."
         )
     if steps:
-        _check_step(own, max(steps) if checkpoint.load_step == -1 else checkpoint.load_step, config)
+        step = max(steps) if checkpoint.load_step == -1 else checkpoint.load_step
+        _check_step(own, step, config)
+        _check_export(own, os.path.join(own, f"step-{step}"), config)
     else:
         _check_initial(config)
+        _check_export(own, None if checkpoint.initial_load_in_hf else checkpoint.initial_load_path, config)
 
 
 def _steps(folder: str) -> set[int]:
@@ -91,3 +96,36 @@ def _check_initial(config: Trainer.Config) -> None:
             f'{key} = "{folder}": expected the folder of a step, with {DCP} in it, or *.safetensors files '
             "and checkpoint.initial_load_in_hf = true"
         )
+
+
+def _check_export(own: str, step: str | None, config: Trainer.Config) -> None:
+    """Check that the last save can write a model directory, before the run rather than at its end.
+
+    Args:
+        own: the folder that the run saves to.
+        step: the folder of the step that the run starts from, None if from none.
+        config: the configuration.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.last_save_in_hf or checkpoint.load_only:
+        return
+    existing = os.path.abspath(own)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f'job.dump_folder = "{config.dump_folder}", checkpoint.folder = "{checkpoint.folder}": '
+            f'"{existing}" is not a directory that this user may write to'
+        )
+    initial = checkpoint.initial_load_path or config.hf_assets_path if checkpoint.initial_load_in_hf else None
+    source = initial if step is None else recorded_source(step, initial)
+    if source is None:
+        return
+    try:
+        ModelDirectory.read(source)
+    except ModelDirectoryError as error:
+        raise ConfigError(
+            f"checkpoint.last_save_in_hf = true copies mtp.* tensors, config.json and tokenizer files from "
+            f'the directory that the weights came from, "{source}", but: {error}. If the directory was moved, '
+            "set checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path to its new place."
+        ) from error

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -16,6 +15,7 @@ from torchtitan.trainer import Trainer
 
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.data.text_files import TextFilesDataLoader
+from titan_gdn.models.hybrid.checkpoint_manager import HybridCheckpointManager
 
 PATTERNS = (r"(A_log|dt_bias|norm\.weight)$", ".*")
 """Patterns of parameter names: those without weight decay, then the rest."""
@@ -72,7 +72,7 @@ def run_of(spec: ModelSpec, run: RunDefaults) -> Trainer.Config:
         dataloader=TextFilesDataLoader.Config(),
         validator=Validator.Config(steps=10, dataloader=TextFilesDataLoader.Config(infinite=False)),
         metrics=MetricsProcessor.Config(log_freq=10),
-        checkpoint=CheckpointManager.Config(last_save_model_only=False),
+        checkpoint=HybridCheckpointManager.Config(last_save_model_only=False),
         activation_checkpoint=FullAC.Config() if run.full_checkpointing else None,
     )
 

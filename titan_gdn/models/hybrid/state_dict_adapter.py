@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +24,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.logging import logger
+
+from titan_gdn.checkpoint.export import DTYPES
+from titan_gdn.checkpoint.model_directory import TensorEntry
 
 LAYER = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -90,8 +93,9 @@ class HybridStateDictAdapter(StateDictAdapter):
     prefix: ClassVar[str] = "model."
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
-        # TorchTitan warns about a missing index, which does not matter for a folder without weights.
-        super().__init__(model_config, hf_assets_path if _weight_files(hf_assets_path) else None)
+        # Without a path, TorchTitan's class reads no index: `titan_gdn.checkpoint.export` lays out files by
+        # the tensors of the model.
+        super().__init__(model_config, None)
         self.model_config: Any = model_config
         self.hf_assets_path = hf_assets_path
         self._outside_layers = {
@@ -182,6 +186,27 @@ class HybridStateDictAdapter(StateDictAdapter):
         if self.model_config.enable_weight_tying:
             state_dict["lm_head.weight"] = state_dict["tok_embeddings.weight"]
         return state_dict
+
+    def as_in(self, files: Mapping[str, TensorEntry], hf_state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gives tensors the names and dtypes that they have in other files of the same model.
+
+        Args:
+            files: the tensors in the other files. Those that they lack stay as they are.
+            hf_state_dict: the tensors that `to_hf` returned.
+        """
+        names = {self.published(name): name for name in files}
+        result: dict[str, Tensor] = {}
+        for key, value in hf_state_dict.items():
+            if (name := names.get(key)) is None:
+                result[key] = value
+            else:
+                # Without the scales of 8-bit floating point, 16 bits come closest.
+                result[name] = value.to(DTYPES.get(files[name].dtype, torch.bfloat16))
+        return result
+
+    def published(self, key: str) -> str:
+        """Returns the published name of a tensor, for a name by which files may have it."""
+        return key
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
         """Returns the reader of the files in a folder. Logs which tensors of the files are not read."""

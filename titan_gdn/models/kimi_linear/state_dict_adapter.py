@@ -99,6 +99,10 @@ class KimiLinearStateDictAdapter(HybridStateDictAdapter):
     )
     shapes = {"linear_attention.decay.A_log": (1, 1, -1, 1)}
 
+    def published(self, key: str) -> str:
+        """Returns the published name of a tensor that transformers may have saved by another name."""
+        return published(key)
+
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Extends `HybridStateDictAdapter.from_hf` to the names that transformers saves."""
         return super().from_hf({published(key): value for key, value in hf_state_dict.items()})

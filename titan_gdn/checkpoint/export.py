@@ -1,0 +1,366 @@
+"""Writes a model directory: what the model holds, what its source holds beside the model, and small files.
+
+The ranks first write their parts of the tensors with PyTorch's `HuggingFaceStorageWriter`, then each of them
+assembles some of the files. PyTorch's own consolidation is not used: it writes headers without `format: pt`,
+writes scalars as zeros, and reads whatever a folder holds. A directory is complete when its index exists: the
+index is removed first and written last.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan
+
+from titan_gdn.checkpoint.model_directory import BITS, INDEX, ModelDirectory, TensorEntry
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The dtypes that a model may have, by their names in safetensors files."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+FILE_BYTES = 5_000_000_000
+"""The size up to which a file is filled, unless a single tensor is larger."""
+PIECE_BYTES = 16 << 20
+"""The size of the pieces in which tensors are copied from file to file."""
+
+_SHARDED = "sharded"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp")
+_TOKENIZER = re.compile(
+    r"(tokenizer.*|vocab\..*|merges\.txt|special_tokens_map\.json|added_tokens\.json|chat_template\..*)"
+)
+
+
+class ExportError(RuntimeError):
+    """An export that failed on some rank. Every rank raises it."""
+
+
+class ExportedTensor(NamedTuple):
+    """A tensor of the export.
+
+    Attributes:
+        dtype: as safetensors files name it.
+        shape: the whole tensor's shape.
+        kept: where its bytes are, if they are copied from another file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    kept: TensorEntry | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """The number of bytes of the data."""
+        return torch.Size(self.shape).numel() * BITS[self.dtype] // 8
+
+
+File = dict[str, ExportedTensor]
+"""The tensors of a file in the order of their data."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What an export holds beside the tensors of the model.
+
+    Attributes:
+        kept: tensors that are copied from other files as they are.
+        source: the directory whose small files (configuration, tokenizer, license, ...) are copied.
+        assets: the directory of the tokenizer, which is copied if `source` has none.
+        config: what `config.json` holds; None copies that of `source`.
+    """
+
+    kept: Mapping[str, TensorEntry]
+    source: str | None = None
+    assets: str | None = None
+    config: dict[str, Any] | None = None
+
+
+def kept_tensors(source: ModelDirectory) -> dict[str, TensorEntry]:
+    """The tensors of a model directory that no model trains: they go from file to file as they are."""
+    return {name: entry for name, entry in source.tensors.items() if name.startswith("mtp.")}
+
+
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A `config.json` that names another dtype, by the key of its version of transformers."""
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return config | {key: str(dtype).removeprefix("torch.")}
+
+
+def export(state_dict: dict[str, Tensor], folder: str, beside: Beside, file_bytes: int = FILE_BYTES) -> None:
+    """Writes a model directory. Every rank of the default process group, if there is one, calls it.
+
+    Args:
+        state_dict: the tensors of the model that this rank has, by the names in the files. DTensors are
+            written whole; a plain tensor on several ranks is the same on all of them.
+        folder: where to write. Weights that it holds are removed.
+        beside: what the directory holds beside these tensors.
+        file_bytes: the size up to which a file is filled.
+
+    Raises:
+        ExportError: the directory could not be written by some rank.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    sharded = os.path.join(folder, _SHARDED)
+    _together(folder, lambda: _clear(folder) if rank == 0 else None)
+    writer = _PartsWriter(sharded, beside.kept, file_bytes)
+    dcp.save(state_dict, storage_writer=writer, no_dist=world == 1)
+    files = _from_first_rank(writer.files)
+    names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+
+    def write_files() -> None:
+        for i in range(rank, len(files), world):
+            _write_file(os.path.join(folder, names[i]), files[i], _parts(sharded, names[i]))
+
+    def complete() -> None:
+        shutil.rmtree(sharded)
+        _copy_small_files(folder, beside)
+        _write_index(folder, dict(zip(names, files, strict=True)))
+
+    _together(folder, write_files)
+    _together(folder, lambda: complete() if rank == 0 else None)
+
+
+class _PartsWriter(HuggingFaceStorageWriter):
+    """Writes the parts of tensors that each rank has, apart for each file of the export.
+
+    Attributes:
+        files: the files of the export; known after saving, on the coordinator.
+    """
+
+    def __init__(self, path: str, kept: Mapping[str, TensorEntry], file_bytes: int) -> None:
+        super().__init__(path, save_distributed=True)
+        self.files: list[File] = []
+        self._kept = kept
+        self._file_bytes = file_bytes
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decides which file holds which tensor: only here the tensors of all ranks are known."""
+        tensors = {name: ExportedTensor(kept.dtype, kept.shape, kept) for name, kept in self._kept.items()}
+        for item in (item for plan in plans for item in plan.items):
+            data = item.tensor_data
+            assert data is not None, "the state dict of a model holds tensors only"
+            tensors[item.index.fqn] = ExportedTensor(_NAMES[data.properties.dtype], tuple(data.size))
+        self.files = filled(tensors, self._file_bytes)
+        self.fqn_to_index_mapping = {name: i for i, file in enumerate(self.files, 1) for name in file}
+        return super().prepare_global_plan(plans)
+
+
+def filled(tensors: Mapping[str, ExportedTensor], file_bytes: int) -> list[File]:
+    """Distributes tensors over files of at most `file_bytes`, in the order of their names.
+
+    Numbers in names are compared as numbers, so the files follow the layers and are the same on every mesh.
+    """
+    files: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(tensors, key=_natural):
+        size += tensors[name].n_bytes
+        if files[-1] and size > file_bytes:
+            files.append([])
+            size = tensors[name].n_bytes
+        files[-1].append(name)
+    # Wider dtypes first, so that every tensor is aligned.
+    return [
+        {name: tensors[name] for name in sorted(names, key=lambda name: -BITS[tensors[name].dtype])}
+        for names in files
+    ]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+def _clear(folder: str) -> None:
+    """Makes `folder` an incomplete directory without weights: what marks it as complete is removed first."""
+    os.makedirs(folder, exist_ok=True)
+    names = os.listdir(folder)
+    markers = [name for name in (INDEX, ".metadata") if name in names]
+    for name in markers + [name for name in names if name.endswith((".safetensors", ".distcp"))]:
+        os.remove(os.path.join(folder, name))
+    if _SHARDED in names:
+        shutil.rmtree(os.path.join(folder, _SHARDED))
+    os.makedirs(os.path.join(folder, _SHARDED))
+
+
+Part = tuple[str, list[int]]
+"""A file that holds a part of a tensor, and the position of the part in the tensor."""
+
+
+def _parts(sharded: str, name: str) -> dict[str, list[Part]]:
+    """The parts of each tensor of the file `name`, as `_PartsWriter` wrote them."""
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for shard in sorted(os.listdir(sharded)):
+        if shard.endswith("-" + name):
+            path = os.path.join(sharded, shard)
+            with safe_open(path, "pt") as file:
+                for key, where in json.loads(file.metadata()["DCP_SHARDING_INFO"]).items():
+                    parts[key].append((path, where["saved_offsets"]))
+    return parts
+
+
+def _write_file(path: str, tensors: File, parts: Mapping[str, list[Part]]) -> None:
+    """Writes a safetensors file, one tensor after the other."""
+    with open(path, "wb") as file:
+        file.write(_header(tensors))
+        for name, tensor in tensors.items():
+            if tensor.kept is not None:
+                _copy_bytes(tensor.kept, file)
+            else:
+                whole = _whole(name, tensor, parts.get(name, []))
+                file.write(memoryview(whole.flatten().view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(tensors: File) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.n_bytes
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _copy_bytes(entry: TensorEntry, to: BinaryIO) -> None:
+    """Copies the bytes of a tensor, piece by piece."""
+    left = entry.end - entry.begin
+    with open(entry.file, "rb") as file:
+        file.seek(entry.begin)
+        while left:
+            piece = file.read(min(left, PIECE_BYTES))
+            if not piece:
+                raise OSError(f'"{entry.file}" became shorter during the run: {left} bytes are missing')
+            to.write(piece)
+            left -= len(piece)
+
+
+def _whole(name: str, tensor: ExportedTensor, parts: list[Part]) -> Tensor:
+    """Puts a tensor together from its parts."""
+    whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+    left = whole.numel()
+    for path, offsets in parts:
+        with safe_open(path, "pt") as file:
+            part = file.get_tensor(name)
+        place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, part.shape, strict=True))
+        whole[place] = part
+        left -= part.numel()
+    if left:
+        raise OSError(
+            f"{left} of {whole.numel()} elements of {name} are not in the files that the ranks wrote"
+        )
+    return whole
+
+
+def _write_index(folder: str, files: Mapping[str, File]) -> None:
+    """Writes the index, which completes the directory, in one step."""
+    size = sum(tensor.n_bytes for file in files.values() for tensor in file.values())
+    names = {tensor: name for name, file in files.items() for tensor in file}
+    write_json(
+        os.path.join(folder, INDEX),
+        {"metadata": {"total_size": size}, "weight_map": {key: names[key] for key in sorted(names)}},
+    )
+
+
+def write_json(path: str, content: Any) -> None:
+    """Writes a JSON file that is whole or absent, whenever the process is killed."""
+    with open(path + ".tmp", "w") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def _copy_small_files(folder: str, beside: Beside) -> None:
+    """Copies what belongs to a model directory beside its weights."""
+    copied = {name: beside.source for name in _small_files(beside.source)}
+    if not any(name.startswith("tokenizer") for name in copied):
+        copied |= {name: beside.assets for name in _small_files(beside.assets) if _TOKENIZER.fullmatch(name)}
+    for name, where in copied.items():
+        assert where is not None
+        if os.path.realpath(where) != os.path.realpath(folder):
+            shutil.copyfile(os.path.join(where, name), os.path.join(folder, name))
+    if beside.config is not None:
+        write_json(os.path.join(folder, "config.json"), beside.config)
+
+
+def _small_files(folder: str | None) -> Iterator[str]:
+    """The names of the files in a model directory that are not weights."""
+    for name in sorted(os.listdir(folder)) if folder and os.path.isdir(folder) else ():
+        weights = name.endswith(_WEIGHTS) or name.endswith(".index.json")
+        if not (weights or name.startswith(".") or name == RECORD):
+            if os.path.isfile(os.path.join(folder or "", name)):
+                yield name
+
+
+def _together(folder: str, work: Callable[[], None]) -> None:
+    """Runs `work` and waits for the other ranks. If it fails on one, all raise its error."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as raised:
+        error = raised
+    told = [None if error is None else f"{type(error).__name__}: {error}"]
+    if dist.is_initialized():
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, told[0])
+        told = gathered
+    if failed := [text for text in told if text]:
+        raise ExportError(f'the export to "{folder}" failed: {failed[0]}') from error
+
+
+def _from_first_rank(value: Any) -> Any:
+    """The value that the first rank has."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+RECORD = "source.json"
+"""The file in the folder of a step that says which model directory the weights came from."""
+
+
+def record_source(step: str, source: str | None) -> None:
+    """Writes beside a step which model directory its weights came from; None if from none."""
+    os.makedirs(step, exist_ok=True)
+    write_json(os.path.join(step, RECORD), {"model_directory": source and os.path.abspath(source)})
+
+
+def recorded_source(step: str, otherwise: str | None) -> str | None:
+    """Returns the model directory that the weights of a step came from, None if from none.
+
+    Args:
+        step: the folder of the step.
+        otherwise: the directory to return for a step without a record, or if the recorded one is gone.
+    """
+    try:
+        with open(os.path.join(step, RECORD)) as file:
+            recorded = json.load(file)["model_directory"]
+    except FileNotFoundError:
+        return otherwise
+    if recorded is not None and not os.path.isdir(recorded) and otherwise is not None:
+        return otherwise
+    return recorded

@@ -10,13 +10,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests import hf, ranks
-from tests.training import train
 from tests.test_hf_parity import FAMILIES
+from tests.training import train
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.checkpoint import export as module
 from titan_gdn.checkpoint.export import Beside, ExportedTensor, ExportError, export, filled
 from titan_gdn.checkpoint.model_directory import ModelDirectory, TensorEntry
 from titan_gdn.config.load import ConfigError, load_config
+from titan_gdn.models.kimi_linear.state_dict_adapter import published as canonical
 
 INDEX = "model.safetensors.index.json"
 
@@ -99,7 +100,7 @@ def assert_same(exported, original):
 
 
 def test_keys_that_the_model_lacks_are_copied_and_not_made_up(tmp_path):
-    """The published Qwen3-Next files hold `mtp.*`: they were written without a dtype, and nothing read them."""
+    """The published Qwen3-Next files hold `mtp.*`, which was written with an empty dtype."""
     source = tmp_path / "source"
     source.mkdir()
     _, overrides = published(source, files=1)
@@ -123,7 +124,7 @@ def test_files_of_any_name_are_read(tmp_path):
     assert read(exported).keys() == index["weight_map"].keys()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (2, 2)], ids="tp{0[0]}-cp{0[1]}".format)
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
 def test_a_directory_survives_a_run_that_changes_no_weight(family, shape, tmp_path):
     """Bit for bit, on every mesh; and transformers computes with the export what our model does.
@@ -164,6 +165,22 @@ def ours(family, overrides, tensors):
     missing, unexpected = model.load_state_dict(adapt(config, None).from_hf(tensors), strict=False)
     assert not missing and not unexpected
     return model
+
+
+def test_names_and_dimensions_are_those_of_the_files(tmp_path):
+    """Kimi Linear as it was published, where dense layers have other names than transformers gives them.
+
+    FLA and GLM hold `A_log` as a vector.
+    """
+    source = tmp_path / "source"
+    source.mkdir()
+    _, overrides = published(source, "kimi_linear")
+    tensors = {canonical(name): x for name, x in read(source).items()}
+    assert tensors.keys() != read(source).keys()
+    write(source, {name: x.flatten() if "A_log" in name else x for name, x in tensors.items()}, 3)
+    argv, exported = run_toml(tmp_path, source, "kimi_linear", overrides)
+    ranks.run(train, 2, [*argv, "--parallelism.tensor_parallel_degree", "2"])
+    assert_same(read(exported), read(source))
 
 
 def test_the_folder_of_the_tokenizer_says_nothing_about_the_tensors(tmp_path):
@@ -246,7 +263,8 @@ def test_a_resumed_run_exports_beside_the_files_that_the_first_one_began_with(tm
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path):
     _, overrides = hf.model()
-    argv, _ = run_toml(tmp_path, None, "qwen3_next", overrides, checkpoint={"initial_load_in_hf": False})
+    scratch = {"initial_load_in_hf": False}
+    argv, _ = run_toml(tmp_path, None, "qwen3_next", overrides, checkpoint=scratch)
     (tmp_path / "out").touch()
     with pytest.raises(ConfigError, match=r'out" is not a directory that this user may write to'):
         load_config(argv, 1)

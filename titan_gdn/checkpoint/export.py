@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
-from titan_gdn.checkpoint.model_directory import BITS, INDEX, ModelDirectory, TensorEntry
+from titan_gdn.checkpoint.model_directory import BITS, INDEX, TensorEntry
 
 DTYPES = {
     "F64": torch.float64,
@@ -94,11 +94,6 @@ class Beside:
     source: str | None = None
     assets: str | None = None
     config: dict[str, Any] | None = None
-
-
-def kept_tensors(source: ModelDirectory) -> dict[str, TensorEntry]:
-    """The tensors of a model directory that no model trains: they go from file to file as they are."""
-    return {name: entry for name, entry in source.tensors.items() if name.startswith("mtp.")}
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -227,7 +222,7 @@ def _write_file(path: str, tensors: File, parts: Mapping[str, list[Part]]) -> No
                 _copy_bytes(tensor.kept, file)
             else:
                 whole = _whole(name, tensor, parts.get(name, []))
-                file.write(memoryview(whole.flatten().view(torch.uint8).numpy()))
+                file.write(whole.flatten().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer import MODEL, CheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -14,7 +13,6 @@ from torchtitan.tools.logging import logger
 from titan_gdn.checkpoint.export import (
     Beside,
     export,
-    kept_tensors,
     record_source,
     recorded_source,
     with_dtype,
@@ -69,15 +67,17 @@ class HybridCheckpointManager(CheckpointManager):
         folder = self._create_checkpoint_id(curr_step)
         logger.info(f"Exporting the model to {os.path.abspath(folder)}")
         state_dict = self.sd_adapter.to_hf(self.states[MODEL].state_dict())
-        config, kept = None, {}
+        beside = Beside({}, assets=self.sd_adapter.hf_assets_path)
         if self._source is not None:
             source = ModelDirectory.read(self._source)
             state_dict = self.sd_adapter.as_in(source.tensors, state_dict)
-            config, kept = source.config, kept_tensors(source)
+            kept = {k: entry for k, entry in source.tensors.items() if k.startswith(self.sd_adapter.kept)}
+            beside = replace(beside, kept=kept, source=source.path)
+            if source.config is not None and self._export_dtype is not None:
+                beside = replace(beside, config=with_dtype(source.config, self._export_dtype))
         if self._export_dtype is not None:
             state_dict = {key: value.to(self._export_dtype) for key, value in state_dict.items()}
-            config = config and with_dtype(config, self._export_dtype)
-        export(state_dict, folder, Beside(kept, self._source, self.sd_adapter.hf_assets_path, config))
+        export(state_dict, folder, beside)
 
     def _initial_source(self) -> str | None:
         """The model directory that the configuration says a new run begins with."""

@@ -5,9 +5,7 @@ have another layout in memory. The adapter of a model family declares which name
 tensors have their rows in another order.
 """
 
-import json
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,8 +21,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.logging import logger
 
+from titan_gdn.checkpoint.accounting import Account, Expected, account
 from titan_gdn.checkpoint.export import DTYPES
-from titan_gdn.checkpoint.model_directory import TensorEntry
+from titan_gdn.checkpoint.model_directory import ModelDirectory, TensorEntry
+from titan_gdn.checkpoint.reader import ModelDirectoryReader
 
 LAYER = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -84,6 +82,7 @@ class HybridStateDictAdapter(StateDictAdapter):
         shapes: vectors that have another shape in the files, with that shape: one dimension is -1, all others
             are 1.
         prefix: the beginning of the decoder's names in the files.
+        kept: beginnings of the names of tensors in the files that are not trained.
     """
 
     layer: ClassVar[dict[str, str]]
@@ -91,6 +90,7 @@ class HybridStateDictAdapter(StateDictAdapter):
     rows: ClassVar[tuple[RowPermutation, ...]]
     shapes: ClassVar[dict[str, tuple[int, ...]]] = {}
     prefix: ClassVar[str] = "model."
+    kept: ClassVar[tuple[str, ...]] = ("mtp.",)
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
         # Without a path, TorchTitan's class reads no index: `titan_gdn.checkpoint.export` lays out files by
@@ -132,7 +132,7 @@ class HybridStateDictAdapter(StateDictAdapter):
                     for hf_name, part in self._permute(prefix, rows, state_dict):
                         hf[hf_prefix + hf_name] = part
             elif name == _EXPERT_BIAS and name not in self.layer:
-                if isinstance(value, Tensor) and _global(value).any():
+                if isinstance(value, Tensor) and not value.is_meta and _global(value).any():
                     logger.warning(
                         f"{key} (the bias that balances experts) is not saved: the Hugging Face format of "
                         "this model has no such tensor"
@@ -188,34 +188,71 @@ class HybridStateDictAdapter(StateDictAdapter):
         return state_dict
 
     def as_in(self, files: Mapping[str, TensorEntry], hf_state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gives tensors the names and dtypes that they have in other files of the same model.
+        """Gives tensors the names, dtypes and dimensions of 1 that they have in other files of the model.
 
         Args:
             files: the tensors in the other files. Those that they lack stay as they are.
             hf_state_dict: the tensors that `to_hf` returned.
         """
-        names = {self.published(name): name for name in files}
+        names = {self.canonical(name): name for name in files}
         result: dict[str, Tensor] = {}
         for key, value in hf_state_dict.items():
             if (name := names.get(key)) is None:
                 result[key] = value
             else:
+                _, dtype, shape, *_ = files[name]
+                if value.shape != shape and value.numel() == math.prod(shape):
+                    value = _reshape_vector(value, _with_wildcard(shape))
                 # Without the scales of 8-bit floating point, 16 bits come closest.
-                result[name] = value.to(DTYPES.get(files[name].dtype, torch.bfloat16))
+                result[name] = value.to(DTYPES.get(dtype, torch.bfloat16))
         return result
 
-    def published(self, key: str) -> str:
-        """Returns the published name of a tensor, for a name by which files may have it."""
+    @classmethod
+    def canonical(cls, key: str) -> str:
+        """Returns the name that this adapter has for a tensor that some files call `key`."""
         return key
 
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
-        """Returns the reader of the files in a folder. Logs which tensors of the files are not read."""
-        if any(key.startswith("mtp.") for key in keys_of(path)):
-            logger.info(
-                "The checkpoint's mtp.* keys (multi-token prediction) are skipped: the model has no such "
-                "layer"
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the names and shapes of the whole model's tensors in the files. Nothing is allocated."""
+        with torch.device("meta"):
+            model = self.model_config.build()
+        hf = type(self)(self.model_config, None).to_hf(model.state_dict())
+        return {key: tuple(x.shape) for key, x in hf.items()}
+
+    def account(self, directory: ModelDirectory) -> tuple[Account, dict[str, tuple[int, ...]]]:
+        """Finds each tensor of the whole model in a directory.
+
+        Returns:
+            What becomes of the directory's tensors, and `hf_shapes`.
+
+        Raises:
+            ModelDirectoryError: the directory holds another model, or one that cannot be loaded.
+        """
+        shapes = self.hf_shapes()
+        vectors = {hf_name for name, hf_name in self.layer.items() if name in self.shapes}
+        expected = Expected(
+            shapes,
+            vectors=frozenset(key for key in shapes if _split(key.removeprefix(self.prefix))[1] in vectors),
+            kept=self.kept,
+            canonical=self.canonical,
+        )
+        return account(directory, expected), shapes
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> ModelDirectoryReader:
+        """Returns the reader of the files in a folder. Logs which tensors of the files are not trained."""
+        if from_quantized:
+            raise ValueError(
+                "checkpoint.initial_load_in_hf_quantized = true is not supported: convert the files to "
+                "bfloat16 first"
             )
-        return super().get_hf_storage_reader(path, from_quantized)
+        accounted, shapes = self.account(ModelDirectory.read(path))
+        if accounted.kept:
+            patterns = ", ".join(f"{beginning}*" for beginning in self.kept)
+            logger.info(
+                f"{len(accounted.kept)} tensors of the files ({patterns}; {accounted.kept_bytes:,} bytes) "
+                "are kept and not trained: the model has no such layer"
+            )
+        return ModelDirectoryReader(path, accounted, shapes)
 
     def _names(self, absent: str) -> dict[str, str]:
         """Maps names in the files to the model's for a layer without the module `absent`."""
@@ -301,11 +338,18 @@ def _shift_dim(placement: Placement, by: int) -> Placement:
     return Shard(placement.dim + by) if isinstance(placement, Shard) else placement
 
 
+def _with_wildcard(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A vector's shape with -1 in place of its size, such as (1, 1, -1, 1) for (1, 1, 32, 1)."""
+    dim = max(range(len(shape)), key=lambda dim: shape[dim])
+    return tuple(-1 if d == dim else 1 for d in range(len(shape)))
+
+
 def _reshape_vector(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Views a vector in a shape that is 1 in all dimensions but one, -1, which keeps its placements."""
     if not isinstance(x, DTensor):
         return x.view(shape)
-    placements = [_shift_dim(placement, shape.index(-1)) for placement in x.placements]
+    shift = shape.index(-1) - _with_wildcard(x.shape).index(-1)
+    placements = [_shift_dim(placement, shift) for placement in x.placements]
     global_shape = torch.Size(x.numel() if size == -1 else size for size in shape)
     return DTensor.from_local(
         x.to_local().view(shape),
@@ -354,21 +398,3 @@ def _mesh_of_one_expert(weight: DTensor) -> tuple[DeviceMesh | None, list[Placem
             names.append(name)
             placements.append(_shift_dim(placement, -1))
     return (weight.device_mesh[tuple(names)], placements) if names else (None, [])
-
-
-def _weight_files(path: str | None) -> list[str]:
-    if path is None or not os.path.isdir(path):
-        return []
-    return [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
-
-
-def keys_of(path: str) -> Iterator[str]:
-    """Yields the names of the tensors in a folder of safetensors files."""
-    index = os.path.join(path, "model.safetensors.index.json")
-    if os.path.exists(index):
-        with open(index) as file:
-            yield from json.load(file)["weight_map"]
-        return
-    for name in _weight_files(path):
-        with safe_open(name, "pt") as file:
-            yield from file.keys()

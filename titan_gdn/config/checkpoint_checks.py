@@ -120,18 +120,17 @@ def _check_export(own: str, step: str | None, config: Trainer.Config) -> None:
             f'job.dump_folder = "{config.dump_folder}", checkpoint.folder = "{checkpoint.folder}": '
             f'"{existing}" is not a directory that this user may write to'
         )
+    if step is None:
+        return  # weights that come from files have been checked already
     initial = checkpoint.initial_load_path or config.hf_assets_path if checkpoint.initial_load_in_hf else None
-    source = initial if step is None else recorded_source(step, initial)
-    if source is None:
-        return
-    try:
-        ModelDirectory.read(source)
-    except ModelDirectoryError as error:
-        raise ConfigError(
-            "checkpoint.last_save_in_hf = true copies mtp.* tensors, config.json and tokenizer files from "
-            f'the directory that the weights came from, "{source}", but: {error}. If it was moved, set '
-            "checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path to its new place."
-        ) from error
+    source = recorded_source(step, initial)
+    if source is not None:
+        key = (
+            "checkpoint.last_save_in_hf = true copies config.json, tokenizer files and kept tensors from the "
+            f'directory that the weights of "{step}" came from (if it was moved, set '
+            "checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path to its new place)"
+        )
+        _account(key, source, config)
 
 
 def _account(key: str, folder: str, config: Trainer.Config) -> None:

@@ -60,10 +60,9 @@ class HybridCheckpointManager(CheckpointManager):
 
     def _save_last_step(self, curr_step: int) -> None:
         """Replaces the save in the Hugging Face format; leaves others to TorchTitan."""
-        if not self.last_save_in_hf:
+        if not self.last_save_in_hf or not isinstance(self.sd_adapter, HybridStateDictAdapter):
             super()._save_last_step(curr_step)
             return
-        assert isinstance(self.sd_adapter, HybridStateDictAdapter)
         folder = self._create_checkpoint_id(curr_step)
         logger.info(f"Exporting the model to {os.path.abspath(folder)}")
         state_dict = self.sd_adapter.to_hf(self.states[MODEL].state_dict())

@@ -203,8 +203,7 @@ class HybridStateDictAdapter(StateDictAdapter):
                 _, dtype, shape, *_ = files[name]
                 if value.shape != shape and value.numel() == math.prod(shape):
                     value = _reshape_vector(value, _with_wildcard(shape))
-                # Without the scales of 8-bit floating point, 16 bits come closest.
-                result[name] = value.to(DTYPES.get(dtype, torch.bfloat16))
+                result[name] = value.to(DTYPES[dtype])
         return result
 
     @classmethod

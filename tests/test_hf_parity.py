@@ -196,9 +196,9 @@ def test_a_run_loads_and_exports_hugging_face_files(family, tmp_path):
     assert sum("mtp.*" in line for line in told[0]) == 1
 
     exported = tmp_path / "out" / "checkpoint" / "step-1"
-    theirs.config.save_pretrained(exported)
     reloaded, info = type(theirs).from_pretrained(exported, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    assert set(info["unexpected_keys"]) <= {"mtp.fc.weight"}
     files = {}
     for name in os.listdir(exported):
         files |= load_file(exported / name) if name.endswith(".safetensors") else {}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests import hf, ranks
 from tests.test_hf_parity import FAMILIES
 from tests.training import train
+from titan_gdn import convert
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.checkpoint import export as module
 from titan_gdn.checkpoint.export import Beside, ExportedTensor, ExportError, export, filled
@@ -22,7 +23,7 @@ from titan_gdn.models.kimi_linear.state_dict_adapter import published as canonic
 INDEX = "model.safetensors.index.json"
 
 
-def published(folder, family="qwen3_next", dtype=torch.bfloat16, files=3, config_dtype=None, **changes):
+def published(folder, family="qwen3_next", dtype=torch.bfloat16, files=3, **changes):
     """Write a random model as transformers does, in several files, with `mtp.*` beside it.
 
     Return the model and its overrides. The scale of each row of each tensor is another one, so that no two
@@ -316,3 +317,42 @@ def test_files_are_filled_in_the_order_of_the_layers():
         ["layers.9.a", "layers.9.w"],
         ["layers.10.w"],
     ]
+
+
+def test_a_step_is_converted_to_a_directory_and_back(tmp_path):
+    """Bit for bit, in one process; the step that is made is one that a run begins with."""
+    for family in ("qwen3_next", "kimi_linear"):
+        here = tmp_path / family
+        source, step, folder = here / "source", here / "step-0", here / "folder"
+        source.mkdir(parents=True)
+        _, overrides = published(source, family)
+        argv, exported = run_toml(
+            here,
+            None,
+            family,
+            overrides,
+            checkpoint={"initial_load_in_hf": False, "initial_load_path": str(step)},
+        )
+        convert.main([str(source), str(step), *argv])
+        convert.main([str(step), str(folder), *argv])
+        assert_same(read(folder), read(source))
+        assert (folder / "config.json").read_bytes() == (source / "config.json").read_bytes()
+        ranks.run(train, 1, argv)
+        assert_same(read(exported), read(source))
+
+
+def test_a_step_of_another_model_is_not_converted(tmp_path, capsys):
+    source = tmp_path / "source"
+    source.mkdir()
+    _, overrides = published(source)
+    argv, _ = run_toml(tmp_path, None, "qwen3_next", overrides)
+    convert.main([str(source), str(tmp_path / "step"), *argv])
+    for source, change in (
+        ("step", ["--model.overrides.vocab_size", "272"]),
+        ("source", ["--model.overrides.vocab_size", "272"]),
+        ("source", ["--model.overrides.n_layers", "3"]),
+    ):
+        with pytest.raises(SystemExit):
+            convert.main([str(tmp_path / source), str(tmp_path / "new"), *argv, *change])
+        assert not (tmp_path / "new").exists()
+    assert "tok_embeddings.weight: the model has [272, 64], the step has [264, 64]" in capsys.readouterr().err

@@ -19,7 +19,7 @@ FLOORS = [
     ("models/hybrid",),
     ("models/*", "models"),
     ("config",),
-    ("bench", "plan", "reference", "train"),
+    ("bench", "convert", "plan", "reference", "train"),
 ]
 
 

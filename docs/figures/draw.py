@@ -222,7 +222,7 @@ def _state(drawing: Drawing, y: float) -> None:
 
 
 FLOORS = (
-    ("commands", ("train.py", "plan/", "bench/", "reference.py"), "what a person runs"),
+    ("commands", ("train.py", "plan/", "bench/", "reference.py", "convert.py"), "what a person runs"),
     ("runs", ("config/",), "a TOML file to TorchTitan's Trainer.Config, and the checks of a run"),
     (
         "families",

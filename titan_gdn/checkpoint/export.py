@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
@@ -38,7 +38,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """The dtypes that a model may have, by their names in safetensors files."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 FILE_BYTES = 5_000_000_000
 """The size up to which a file is filled, unless a single tensor is larger."""
@@ -121,19 +121,69 @@ def export(state_dict: dict[str, Tensor], folder: str, beside: Beside, file_byte
     writer = _PartsWriter(sharded, beside.kept, file_bytes)
     dcp.save(state_dict, storage_writer=writer, no_dist=world == 1)
     files = _from_first_rank(writer.files)
-    names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    names = file_names(len(files))
 
     def write_files() -> None:
         for i in range(rank, len(files), world):
             _write_file(os.path.join(folder, names[i]), files[i], _parts(sharded, names[i]))
 
-    def complete() -> None:
-        shutil.rmtree(sharded)
-        _copy_small_files(folder, beside)
-        _write_index(folder, dict(zip(names, files, strict=True)))
-
     _together(folder, write_files)
-    _together(folder, lambda: complete() if rank == 0 else None)
+    _together(
+        folder,
+        lambda: _complete(folder, dict(zip(names, files, strict=True)), beside) if rank == 0 else None,
+    )
+
+
+def write_one_by_one(
+    folder: str,
+    tensors: Mapping[str, ExportedTensor],
+    values: Iterable[tuple[str, Tensor]],
+    beside: Beside,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Writes a model directory from one process, and never holds more than one tensor.
+
+    Args:
+        folder: where to write. Weights that it holds are removed.
+        tensors: all tensors of the model, by their names in the files.
+        values: the same tensors with their values, in any order.
+        beside: what the directory holds beside them.
+        file_bytes: the size up to which a file is filled.
+    """
+    _clear(folder)
+    kept = {name: ExportedTensor(entry.dtype, entry.shape, entry) for name, entry in beside.kept.items()}
+    files = filled(kept | dict(tensors), file_bytes)
+    names = file_names(len(files))
+    places: dict[str, tuple[str, int]] = {}
+    for name, file in zip(names, files, strict=True):
+        path = os.path.join(folder, name)
+        with open(path, "wb") as out:
+            out.write(_header(file))
+            for key, tensor in file.items():
+                places[key] = path, out.tell()
+                if tensor.kept is not None:
+                    _copy_bytes(tensor.kept, out)
+                else:
+                    out.truncate(out.seek(tensor.n_bytes, os.SEEK_CUR))
+    missing = set(tensors)
+    for key, value in values:
+        path, place = places[key]
+        with open(path, "r+b") as out:
+            out.seek(place)
+            out.write(_bytes(value))
+            out.flush()
+            os.fsync(out.fileno())
+        missing.remove(key)
+    if missing:
+        raise ExportError(
+            f'the export to "{folder}" lacks {min(missing)} and {len(missing) - 1} more tensors'
+        )
+    _complete(folder, dict(zip(names, files, strict=True)), beside)
+
+
+def file_names(n: int) -> list[str]:
+    """The names of the files of a model directory."""
+    return [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
 
 
 class _PartsWriter(HuggingFaceStorageWriter):
@@ -155,7 +205,7 @@ class _PartsWriter(HuggingFaceStorageWriter):
         for item in (item for plan in plans for item in plan.items):
             data = item.tensor_data
             assert data is not None, "the state dict of a model holds tensors only"
-            tensors[item.index.fqn] = ExportedTensor(_NAMES[data.properties.dtype], tuple(data.size))
+            tensors[item.index.fqn] = ExportedTensor(DTYPE_NAMES[data.properties.dtype], tuple(data.size))
         self.files = filled(tensors, self._file_bytes)
         self.fqn_to_index_mapping = {name: i for i, file in enumerate(self.files, 1) for name in file}
         return super().prepare_global_plan(plans)
@@ -221,8 +271,7 @@ def _write_file(path: str, tensors: File, parts: Mapping[str, list[Part]]) -> No
             if tensor.kept is not None:
                 _copy_bytes(tensor.kept, file)
             else:
-                whole = _whole(name, tensor, parts.get(name, []))
-                file.write(whole.flatten().view(torch.uint8).numpy().data)
+                file.write(_bytes(_whole(name, tensor, parts.get(name, []))))
         file.flush()
         os.fsync(file.fileno())
 
@@ -266,6 +315,18 @@ def _whole(name: str, tensor: ExportedTensor, parts: list[Part]) -> Tensor:
             f"{left} of {whole.numel()} elements of {name} are not in the files that the ranks wrote"
         )
     return whole
+
+
+def _bytes(value: Tensor) -> memoryview:
+    """The bytes of a tensor, as safetensors files hold them."""
+    return value.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _complete(folder: str, files: Mapping[str, File], beside: Beside) -> None:
+    """Writes what makes files of tensors a model directory."""
+    shutil.rmtree(os.path.join(folder, _SHARDED))
+    _copy_small_files(folder, beside)
+    _write_index(folder, files)
 
 
 def _write_index(folder: str, files: Mapping[str, File]) -> None:

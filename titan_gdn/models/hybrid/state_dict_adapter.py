@@ -8,7 +8,7 @@ tensors have their rows in another order.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -183,9 +183,19 @@ class HybridStateDictAdapter(StateDictAdapter):
             state_dict[key] = self._from_shard(key, stacked)
         for (prefix, rows), parts in permuted.items():
             state_dict |= self._unpermute(prefix, rows, parts)
-        if self.model_config.enable_weight_tying:
+        if self.model_config.enable_weight_tying and "tok_embeddings.weight" in state_dict:
             state_dict["lm_head.weight"] = state_dict["tok_embeddings.weight"]
         return state_dict
+
+    def groups(self, keys: Iterable[str]) -> Iterator[list[str]]:
+        """Yields the parameters that are converted together: rows of several may make one tensor."""
+        permutations = {name: rows for rows in self.rows for name in rows.parameters}
+        for key in keys:
+            prefix, name = _split(key)
+            if name not in permutations:
+                yield [key]
+            elif name == next(iter(permutations[name].parameters)):
+                yield [prefix + other for other in permutations[name].parameters]
 
     def as_in(self, files: Mapping[str, TensorEntry], hf_state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gives tensors the names, dtypes and dimensions of 1 that they have in other files of the model.

@@ -258,8 +258,8 @@ class HybridStateDictAdapter(StateDictAdapter):
         if accounted.kept:
             patterns = ", ".join(f"{beginning}*" for beginning in self.kept)
             logger.info(
-                f"{len(accounted.kept)} tensors of the files ({patterns}; {accounted.kept_bytes:,} bytes) "
-                "are kept and not trained: the model has no such layer"
+                "Tensors of the files that are kept and not trained, because the model has no such layer: "
+                f"{len(accounted.kept)} ({patterns}; {accounted.kept_bytes:,} bytes)"
             )
         return ModelDirectoryReader(path, accounted, shapes)
 

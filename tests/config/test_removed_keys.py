@@ -78,4 +78,5 @@ def test_a_key_that_this_project_renamed_says_its_new_name(error, text, news):
 
 def test_the_lower_bound_is_an_override_of_the_model(error):
     message = error("[linear_attention]\nlower_bound = -5")
-    assert "linear_attention.lower_bound = -5: it is model.overrides.lower_bound of kimi_linear now" in message
+    news = "it is model.overrides.lower_bound of kimi_linear now"
+    assert f"linear_attention.lower_bound = -5: {news}" in message

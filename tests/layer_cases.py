@@ -319,7 +319,7 @@ def powers(layer):
     return norms, worst
 
 
-def neighbours(layer):
+def neighbors(layer):
     """Change one document, or make it NaN. Return where others change, or some of its own tokens do not."""
     set_up()
     wrong = []

@@ -53,8 +53,8 @@ def test_a_wrong_transition_would_be_seen(layer):
 
 
 @pytest.mark.parametrize("layer", layer_cases.LAYERS)
-def test_a_document_does_not_depend_on_its_neighbours_on_other_ranks(layer):
-    assert ranks.run(layer_cases.neighbours, 4, layer) == [[]] * 4
+def test_a_document_does_not_depend_on_its_neighbors_on_other_ranks(layer):
+    assert ranks.run(layer_cases.neighbors, 4, layer) == [[]] * 4
 
 
 def test_token_numbers_come_back_in_place():

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(titan_gdn.__file__).parent
 # From the ground up. A room is a folder or a file; "models/*" is the folder of each model family. A file may
 # import from its own room and from lower floors.
 FLOORS = [
-    ("assets", "data", "ops", "runtime"),
+    ("assets", "checkpoint", "data", "ops", "runtime"),
     ("parallel",),
     ("layers",),
     ("models/hybrid",),
@@ -127,8 +127,8 @@ def test_no_file_imports_from_a_higher_floor_or_from_a_room_beside_it(ours):
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("room", ["ops", "parallel"])
-def test_operators_and_exchanges_import_neither_torchtitan_nor_fla(imports, room):
+@pytest.mark.parametrize("room", ["checkpoint", "ops", "parallel"])
+def test_operators_exchanges_and_checkpoints_import_neither_torchtitan_nor_fla(imports, room):
     """FLA where a kernel runs, inside a function: importing it takes seconds."""
     packages = {"fla": True, "torchtitan": False}  # and whether a function may import it
     wrong = []

@@ -36,7 +36,7 @@ every_family = pytest.mark.parametrize("family", BUILDERS)
 
 @every_family
 @pytest.mark.parametrize(("experts", "tolerance"), [(False, 0.0), (True, 1e-6)])
-def test_a_document_does_not_depend_on_its_neighbours(family, experts, tolerance):
+def test_a_document_does_not_depend_on_its_neighbors(family, experts, tolerance):
     """Outputs and gradients of the embeddings, after every token of one document is changed."""
     torch.manual_seed(0)
     _, overrides = hf.model(family, **({} if experts else hf.without_experts(family)))

@@ -109,7 +109,7 @@ def test_rule_passes_gradcheck(rule):
     )
 
 
-def test_rule_scales_queries_that_it_does_not_normalise(rule):
+def test_rule_scales_queries_that_it_does_not_normalize(rule):
     inputs = rule_inputs(20, rule=rule, dtype=torch.float64)
     inputs[1] = torch.nn.functional.normalize(inputs[1], dim=-1)
     assert max(rule_errors(inputs, scale=0.3, l2norm=False).values()) < 1e-13

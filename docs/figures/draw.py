@@ -242,8 +242,8 @@ FLOORS = (
     ),
     (
         "ground",
-        ("ops/", "data/", "assets/", "runtime/"),
-        "pure functions on local tensors; data sets; patches of libraries",
+        ("ops/", "data/", "checkpoint/", "assets/", "runtime/"),
+        "pure functions on local tensors; data sets; model directories; patches of libraries",
     ),
 )
 """From the top: a floor's name, its folders and files in titan_gdn, and what they hold."""

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 
 def test_missing_weights_are_an_error_before_the_run(error, load, tmp_path):
@@ -10,6 +11,8 @@ def test_missing_weights_are_an_error_before_the_run(error, load, tmp_path):
     elsewhere = f'initial_load_path = "{tmp_path}"'
     assert f'checkpoint.initial_load_path = "{tmp_path}"' in error(text + elsewhere)
     (tmp_path / "model.safetensors").touch()
+    assert 'model.safetensors" is empty' in error(text + elsewhere)
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     assert load(text + elsewhere).checkpoint.initial_load_in_hf
 
 

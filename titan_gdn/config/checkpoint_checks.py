@@ -11,7 +11,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.checkpointer import TRAIN_STATE
 from torchtitan.trainer import Trainer
 
+from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError
 from titan_gdn.config.source import ConfigError
+from titan_gdn.models.hybrid.state_dict_adapter import HybridStateDictAdapter
 
 DCP, HUGGING_FACE = ".metadata", "model.safetensors.index.json"
 """Files by which a complete checkpoint of each format is recognized."""
@@ -90,14 +92,30 @@ def _check_initial(config: Trainer.Config) -> None:
     folder = checkpoint.initial_load_path or config.hf_assets_path
     if "://" in folder:
         return
+    if checkpoint.initial_load_in_hf_quantized:
+        raise ConfigError(
+            "checkpoint.initial_load_in_hf_quantized = true is not supported: quantized weights are not "
+            "dequantized. Convert the files to bfloat16 and remove the key."
+        )
     names = os.listdir(folder) if os.path.isdir(folder) else []
     if checkpoint.initial_load_in_hf:
-        if not any(name.endswith(".safetensors") for name in names):
-            raise ConfigError(
-                f'{key} = "{folder}": checkpoint.initial_load_in_hf = true needs *.safetensors files there'
-            )
+        _account(f'{key} = "{folder}"', folder, config)
     elif checkpoint.initial_load_path and DCP not in names:
         raise ConfigError(
             f'{key} = "{folder}": expected the folder of a step, with {DCP} in it, or *.safetensors files '
             "and checkpoint.initial_load_in_hf = true"
         )
+
+
+def _account(key: str, folder: str, config: Trainer.Config) -> None:
+    """Check that Hugging Face files hold each tensor of the model, and nothing unknown."""
+    spec = config.model_spec
+    assert spec is not None
+    try:
+        directory = ModelDirectory.read(folder)
+        if spec.state_dict_adapter is not None and issubclass(
+            spec.state_dict_adapter, HybridStateDictAdapter
+        ):
+            spec.state_dict_adapter(spec.model, None).account(directory)
+    except ModelDirectoryError as error:
+        raise ConfigError(f"{key}: {error}") from error

@@ -70,7 +70,8 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
     for name, table in sections.items():
         field = ALIASES.get(name, name)
         if field in changes:
-            raise table.error(f"[{name}] and [{field}] are the same section: write one of them")
+            alias = next(alias for alias, section in ALIASES.items() if section == field)
+            raise table.error(f"[{alias}] and [{field}] are the same section: write one of them")
         changes[field] = configured(getattr(config, field), table)
     config = built(root, replace, config, **changes)
     try:
@@ -119,7 +120,7 @@ def _defaults(
     overrides = model.table.get("overrides", SourcedValue({}, model.source, ("model", "overrides")))
     registry = importlib.import_module(f"{package.__name__}.config_registry")
     config = built(
-        model,
+        overrides,
         registry.trainer_config,
         flavor,
         linear_attention=configured(LinearAttentionConfig(), linear_attention),

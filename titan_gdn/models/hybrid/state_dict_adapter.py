@@ -5,7 +5,6 @@ have another layout in memory. The adapter of a model family declares which name
 tensors have their rows in another order.
 """
 
-import json
 import math
 import os
 import re
@@ -15,15 +14,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.logging import logger
+
+from titan_gdn.checkpoint.accounting import Account, Expected, account
+from titan_gdn.checkpoint.model_directory import INDEX, ModelDirectory, ModelDirectoryError
+from titan_gdn.checkpoint.reader import ModelDirectoryReader
 
 LAYER = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -81,6 +82,7 @@ class HybridStateDictAdapter(StateDictAdapter):
         shapes: vectors that have another shape in the files, with that shape: one dimension is -1, all others
             are 1.
         prefix: the beginning of the decoder's names in the files.
+        kept: beginnings of the names of tensors in the files that are not trained.
     """
 
     layer: ClassVar[dict[str, str]]
@@ -88,10 +90,12 @@ class HybridStateDictAdapter(StateDictAdapter):
     rows: ClassVar[tuple[RowPermutation, ...]]
     shapes: ClassVar[dict[str, tuple[int, ...]]] = {}
     prefix: ClassVar[str] = "model."
+    kept: ClassVar[tuple[str, ...]] = ("mtp.",)
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
-        # TorchTitan warns about a missing index, which does not matter for a folder without weights.
-        super().__init__(model_config, hf_assets_path if _weight_files(hf_assets_path) else None)
+        # TorchTitan reads the index, too, but warns where there is none and requires numbers in file names.
+        super().__init__(model_config, None)
+        self.fqn_to_index_mapping = _numbers_of_files(hf_assets_path)
         self.model_config: Any = model_config
         self.hf_assets_path = hf_assets_path
         self._outside_layers = {
@@ -128,7 +132,7 @@ class HybridStateDictAdapter(StateDictAdapter):
                     for hf_name, part in self._permute(prefix, rows, state_dict):
                         hf[hf_prefix + hf_name] = part
             elif name == _EXPERT_BIAS and name not in self.layer:
-                if isinstance(value, Tensor) and _global(value).any():
+                if isinstance(value, Tensor) and not value.is_meta and _global(value).any():
                     logger.warning(
                         f"{key} (the bias that balances experts) is not saved: the Hugging Face format of "
                         "this model has no such tensor"
@@ -183,14 +187,52 @@ class HybridStateDictAdapter(StateDictAdapter):
             state_dict["lm_head.weight"] = state_dict["tok_embeddings.weight"]
         return state_dict
 
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
-        """Returns the reader of the files in a folder. Logs which tensors of the files are not read."""
-        if any(key.startswith("mtp.") for key in keys_of(path)):
-            logger.info(
-                "The checkpoint's mtp.* keys (multi-token prediction) are skipped: the model has no such "
-                "layer"
+    @classmethod
+    def canonical(cls, key: str) -> str:
+        """Returns the name that this adapter has for a tensor that some files call `key`."""
+        return key
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the names and shapes of the whole model's tensors in the files. Nothing is allocated."""
+        with torch.device("meta"):
+            model = self.model_config.build()
+        hf = type(self)(self.model_config, None).to_hf(model.state_dict())
+        return {key: tuple(x.shape) for key, x in hf.items()}
+
+    def account(self, directory: ModelDirectory) -> tuple[Account, dict[str, tuple[int, ...]]]:
+        """Finds each tensor of the whole model in a directory.
+
+        Returns:
+            What becomes of the directory's tensors, and `hf_shapes`.
+
+        Raises:
+            ModelDirectoryError: the directory holds another model, or one that cannot be loaded.
+        """
+        shapes = self.hf_shapes()
+        vectors = {hf_name for name, hf_name in self.layer.items() if name in self.shapes}
+        expected = Expected(
+            shapes,
+            vectors=frozenset(key for key in shapes if _split(key.removeprefix(self.prefix))[1] in vectors),
+            kept=self.kept,
+            canonical=self.canonical,
+        )
+        return account(directory, expected), shapes
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> ModelDirectoryReader:
+        """Returns the reader of the files in a folder. Logs which tensors of the files are not trained."""
+        if from_quantized:
+            raise ValueError(
+                "checkpoint.initial_load_in_hf_quantized = true is not supported: convert the files to "
+                "bfloat16 first"
             )
-        return super().get_hf_storage_reader(path, from_quantized)
+        accounted, shapes = self.account(ModelDirectory.read(path))
+        if accounted.kept:
+            patterns = ", ".join(f"{beginning}*" for beginning in self.kept)
+            logger.info(
+                "Tensors of the files that are kept and not trained, because the model has no such layer: "
+                f"{len(accounted.kept)} ({patterns}; {accounted.kept_bytes:,} bytes)"
+            )
+        return ModelDirectoryReader(path, accounted, shapes)
 
     def _names(self, absent: str) -> dict[str, str]:
         """Maps names in the files to the model's for a layer without the module `absent`."""
@@ -331,19 +373,13 @@ def _mesh_of_one_expert(weight: DTensor) -> tuple[DeviceMesh | None, list[Placem
     return (weight.device_mesh[tuple(names)], placements) if names else (None, [])
 
 
-def _weight_files(path: str | None) -> list[str]:
-    if path is None or not os.path.isdir(path):
-        return []
-    return [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
-
-
-def keys_of(path: str) -> Iterator[str]:
-    """Yields the names of the tensors in a folder of safetensors files."""
-    index = os.path.join(path, "model.safetensors.index.json")
-    if os.path.exists(index):
-        with open(index) as file:
-            yield from json.load(file)["weight_map"]
-        return
-    for name in _weight_files(path):
-        with safe_open(name, "pt") as file:
-            yield from file.keys()
+def _numbers_of_files(path: str | None) -> dict[str, int] | None:
+    """For each tensor that the index of a folder names, the number of its file, from 1; None without one."""
+    if path is None or not os.path.isfile(os.path.join(path, INDEX)):
+        return None
+    try:
+        tensors = ModelDirectory.read(path).tensors
+    except ModelDirectoryError:
+        return None  # a folder for its tokenizer alone: weights that are loaded are checked by `account`
+    numbers = {file: i for i, file in enumerate(sorted({entry.file for entry in tensors.values()}), 1)}
+    return {key: numbers[entry.file] for key, entry in tensors.items()}

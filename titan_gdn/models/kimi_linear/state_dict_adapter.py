@@ -6,19 +6,13 @@ The files have tensors for each expert; the model has one for all experts.
 """
 
 import re
-from dataclasses import replace
 from typing import Any
-
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from titan_gdn.models.hybrid.state_dict_adapter import (
     LAYER,
     HybridStateDictAdapter,
     RowPermutation,
     conv_shape,
-    keys_of,
     query_key_value,
 )
 
@@ -29,28 +23,6 @@ def published(key: str) -> str:
     transformers 5.24 saves a dense feed-forward under the name of a sparse one, `block_sparse_moe`.
     """
     return re.sub(r"\.block_sparse_moe\.(?=(gate|up|down)_proj\.)", ".mlp.", key)
-
-
-class PublishedNamesReader(HuggingFaceStorageReader):
-    """Reads files that transformers saved, in which it finds tensors by their published names."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.saved_names = {published(key): key for key in keys_of(path)}
-
-    def read_metadata(self) -> Metadata:
-        """Returns the metadata of all tensors under their published names."""
-        metadata = super().read_metadata()
-        tensors, storage = metadata.state_dict_metadata, metadata.storage_data
-        metadata.state_dict_metadata = {published(key): tensor for key, tensor in tensors.items()}
-        metadata.storage_data = {
-            replace(index, fqn=published(index.fqn)): location for index, location in storage.items()
-        }
-        return metadata
-
-    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
-        index = replace(req.storage_index, fqn=self.saved_names[req.storage_index.fqn])
-        super()._process_read_request(f, replace(req, storage_index=index), planner)
 
 
 class KimiLinearStateDictAdapter(HybridStateDictAdapter):
@@ -99,11 +71,11 @@ class KimiLinearStateDictAdapter(HybridStateDictAdapter):
     )
     shapes = {"linear_attention.decay.A_log": (1, 1, -1, 1)}
 
+    @classmethod
+    def canonical(cls, key: str) -> str:
+        """Returns the published name of a tensor, also for the names that transformers saves."""
+        return published(key)
+
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Extends `HybridStateDictAdapter.from_hf` to the names that transformers saves."""
         return super().from_hf({published(key): value for key, value in hf_state_dict.items()})
-
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
-        """Returns a reader that also accepts files that transformers saved."""
-        super().get_hf_storage_reader(path, from_quantized)  # logs which tensors are not read
-        return PublishedNamesReader(path)

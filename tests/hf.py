@@ -16,13 +16,29 @@ _KERNELS = {
 
 def model(family="qwen3_next", **changes):
     """Return a random `ForCausalLM` of transformers and the arguments of our builder for the same model."""
+    config, overrides = {"qwen3_next": _qwen3_next, "kimi_linear": _kimi_linear}[family](**changes)
+    return _random(config), overrides
+
+
+def of_file(content):
+    """Return a random `ForCausalLM` of the content of a `config.json`."""
+    import copy
+
+    from transformers import AutoConfig
+
+    config = type(AutoConfig.for_model(content["model_type"])).from_dict(copy.deepcopy(content))
+    config._attn_implementation = "eager"
+    return _random(config)
+
+
+def _random(config):
+    family = config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     # If FLA is installed, transformers calls its Triton kernels even for CPU tensors: unwrap the PyTorch
     # code.
     for name in _KERNELS & vars(modeling).keys():
         function = getattr(modeling, name)
         setattr(modeling, name, getattr(function, "__wrapped__", function))
-    config, overrides = {"qwen3_next": _qwen3_next, "kimi_linear": _kimi_linear}[family](**changes)
     torch.manual_seed(0)
     hf = getattr(modeling, type(config).__name__.replace("Config", "ForCausalLM"))(config)
     with torch.no_grad():
@@ -33,7 +49,7 @@ def model(family="qwen3_next", **changes):
                 # With the strongest initial decays the gradient of A_log is the small rest of a cancellation.
                 # transformers computes it in float32, and more than 1e-3 of it would be rounding.
                 x.sub_(2)
-    return hf, overrides
+    return hf
 
 
 def without_experts(family):
@@ -95,6 +111,9 @@ def _kimi_linear(**changes):
             "short_conv_kernel_size": 4,
         },
     }
+    if "layer_types" in changes:  # which the lists of layers would contradict
+        for name in ("full_attn_layers", "kda_layers"):
+            del small["linear_attn_config"][name]
     config = KimiLinearConfig(**small | changes)
     return config, kimi_overrides(config)
 
@@ -202,3 +221,102 @@ def toml(folder, overrides, **sections):
         for name, values in content.items():
             file.write(f"[{name}]\n" + "".join(f"{key} = {json.dumps(v)}\n" for key, v in values.items()))
     return path
+
+
+_FULL = [4, 8, 12, 16, 20, 24, 27]
+PUBLISHED = {
+    "qwen3_next": {  # Qwen/Qwen3-Next-80B-A3B-Instruct
+        "architectures": ["Qwen3NextForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_next",
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.57.0.dev0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "kimi_linear": {  # moonshotai/Kimi-Linear-48B-A3B-Instruct
+        "architectures": ["KimiLinearForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"},
+        "bos_token_id": 163584,
+        "dtype": "bfloat16",
+        "eos_token_id": 163586,
+        "first_k_dense_replace": 1,
+        "head_dim": 72,
+        "hidden_act": "silu",
+        "hidden_size": 2304,
+        "initializer_range": 0.02,
+        "intermediate_size": 9216,
+        "kv_lora_rank": 512,
+        "linear_attn_config": {
+            "full_attn_layers": _FULL,
+            "head_dim": 128,
+            "kda_layers": [i for i in range(1, 28) if i not in _FULL],
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True,
+        "model_max_length": 1048576,
+        "model_type": "kimi_linear",
+        "moe_intermediate_size": 1024,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_attention_heads": 32,
+        "num_expert_group": 1,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 32,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 1,
+        "pad_token_id": 163839,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "transformers_version": "4.57.1",
+        "use_cache": True,
+        "use_grouped_topk": True,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+}
+"""The `config.json` of the published models."""

@@ -68,8 +68,8 @@ class OwnLayer(LinearAttention):
     def output_gate(self, x_BLD):
         return apply(self.gate_out, apply(self.gate_in, x_BLD, partial_grad=True))
 
-    def gates(self, gates_1TgE, low_rank_1Tr, rate_N, dt_bias_N, heads):
-        b_1TN, a_1TN = (x.flatten(2) for x in gates_1TgE.float().chunk(2, -1))
+    def gates(self, products, low_rank_1Tr, rate_N, dt_bias_N, heads):
+        b_1TN, a_1TN = (products[f"in_proj_{name}"].float().flatten(2) for name in "ba")
         return rate_N * F.softplus(a_1TN + dt_bias_N), b_1TN.sigmoid()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -159,16 +160,71 @@ def test_the_numbers_of_the_planner_are_those_of_the_table_and_the_chart():
             assert chart == {str(tp): draw.rounded(points) for tp, points in swept.items()}
 
 
-def test_the_layer_of_the_documentation_runs_and_learns():
+def changed(code, diff):
+    """Code after a diff: the lines with "-" are replaced by those with "+", hunk by hunk."""
+    for hunk in diff.split("...\n"):
+        before, after = (
+            "".join(line[1:] for line in hunk.splitlines(True) if line[0] == sign) for sign in "-+"
+        )
+        assert code.count(before) == 1, f"the code has no such lines, or twice:\n{before}"
+        code = code.replace(before, after)
+    return code
+
+
+def layers():
+    """The source of each layer of docs/new_layer.md, by its rule."""
+    page = ROOT / "docs" / "new_layer.md"
+    code, (diff,) = blocks(page, "python")[0], blocks(page, "diff")
+    return {"per head": code, "per channel": changed(code, diff)}
+
+
+def model_files():
+    """The source of each file of the family of docs/new_model.md, by its path."""
+    code = [x for x in blocks(ROOT / "docs" / "new_model.md", "python") if x.startswith("# titan_gdn/")]
+    return {x.splitlines()[0].removeprefix("# "): x for x in code}
+
+
+def sources():
+    """The complete sources of the documentation, by the path at which a reader would save each."""
+    yield from (("titan_gdn/layers/two_gate_delta_net.py", code) for code in layers().values())
+    yield "tests/test_two_gate_delta_net.py", blocks(ROOT / "docs" / "new_layer.md", "python")[1]
+    yield (
+        "titan_gdn/parallel/exchange/gather_projections.py",
+        blocks(ROOT / "docs" / "new_exchange.md", "python")[0],
+    )
+    yield from model_files().items()
+
+
+# Ruff looks for files to tell which modules are our own, and those of the documentation are not there.
+FIRST_PARTY = 'lint.isort.known-first-party = ["titan_gdn", "tests"]'
+
+
+def test_the_code_of_the_documentation_passes_ruff():
+    found = list(sources())
+    assert len(found) == 8
+    for path, code in found:
+        for command in (["check", "--config", FIRST_PARTY], ["format", "--diff"]):
+            ruff = subprocess.run(
+                [sys.executable, "-m", "ruff", *command, "--stdin-filename", path, "-"],
+                cwd=ROOT,
+                input=code,
+                capture_output=True,
+                text=True,
+            )
+            assert ruff.returncode == 0, ruff.stdout + ruff.stderr
+
+
+@pytest.mark.parametrize("decay", ["per head", "per channel"])
+def test_the_layer_of_the_documentation_runs_and_learns(decay, monkeypatch):
     from titan_gdn.layers.linear_attention import Widths
     from titan_gdn.parallel.sequence import SequenceLayout
 
     module = types.ModuleType("two_gate_delta_net")
-    code, *_ = blocks(ROOT / "docs" / "new_layer.md", "python")
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    exec(compile(code, module.__name__, "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
+    exec(compile(layers()[decay], module.__name__, "exec"), module.__dict__)
     widths = Widths(dim=64, key_heads=4, value_heads=8, key_dim=16, value_dim=16)
     layer = module.TwoGateDeltaNet.configure(widths).build()
+    assert layer.rule.per_channel == (decay == "per channel")
     layer.init_states()
     sequence = SequenceLayout.from_positions(torch.arange(32)[None])
     out = layer(torch.randn(1, 32, 64), *layer.decay(), sequence=sequence)
@@ -198,13 +254,13 @@ def test_the_model_of_the_documentation_trains_from_a_file(tmp_path, monkeypatch
     from titan_gdn import models
     from titan_gdn.config.load import load_config
 
-    (tmp_path / "my_model").mkdir()
-    for code in blocks(ROOT / "docs" / "new_model.md", "python"):
-        name = code.splitlines()[0].removeprefix("# ")
-        if name.startswith("my_model/"):
-            (tmp_path / name).write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(models.MODELS, "my_model", "my_model")
+    for name, code in model_files().items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
+    # A second folder of the package, so that the files are imported by their own names.
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path / "titan_gdn" / "models")])
+    monkeypatch.setitem(models.MODELS, "my_model", "titan_gdn.models.my_model")
     file = tmp_path / "run.toml"
     file.write_text(
         '[model]\nname = "my_model"\nflavor = "debug"\n[parallelism]\ncontext_parallel_degree = 2\n'

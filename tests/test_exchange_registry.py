@@ -2,6 +2,7 @@
 
 import json
 import types
+from abc import abstractmethod
 
 import pytest
 import torch
@@ -190,3 +191,20 @@ def test_selective_checkpointing_follows_what_it_saves(mine, monkeypatch):
         assert (recomputed > 0) == again
     config.activation_checkpoint = torchtitans.SelectiveAC.Config()
     assert saved_exchanges(config) == ()
+
+
+def test_an_exchange_that_is_not_complete_is_not_registered():
+    class Unfinished(AllToAll):
+        groups = abstractmethod(AllToAll.groups)
+        name = "unfinished"
+
+    class Auto(AllToAll):
+        name = "auto"
+
+    for kinds, message in (
+        ([Unfinished], "Unfinished does not implement groups"),
+        ([Auto], "the name 'auto' is reserved or taken"),
+        ([AllToAll, AllToAll], "the name 'all_to_all' is reserved or taken"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            registry.by_name(*kinds)

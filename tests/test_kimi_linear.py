@@ -55,7 +55,7 @@ def test_a_bound_of_the_decay_reaches_the_layer(bound, strongest):
     layer.init_states()
     narrow, beta = torch.full((1, 3, config.f_a.out_features), 1e3), torch.zeros(1, 3, 32, 1)
     layer.f_b.weight.data.fill_(1e-3)
-    g, _ = layer.gates(beta, narrow, *layer.decay(), slice(0, 32))
+    g, _ = layer.gates({"in_proj_b": beta}, narrow, *layer.decay(), slice(0, 32))
     assert g.shape == (1, 3, 32, 128) and g.max() <= strongest + 1e-5
     assert bound is None or g.min() >= bound
 
@@ -194,7 +194,7 @@ def test_the_bound_of_the_decay_belongs_to_the_model():
     assert all(layer.lower_bound == -5.0 for layer in linear_layers(model.layers))
     with pytest.raises(ConfigError, match='unknown key "lower_bound"'):
         load_config(["--job.config_file", TOML.replace("kimi_linear", "qwen3_next"), *argv], 2)
-    with pytest.raises(ConfigError, match="it is model.overrides.lower_bound now"):
+    with pytest.raises(ConfigError, match="it is model.overrides.lower_bound of kimi_linear now"):
         load_config(["--job.config_file", TOML, "--linear_attention.lower_bound", "-5.0"], 2)
     with pytest.raises(ConfigError, match="lower_bound = 5.0: expected a negative"):
         load_config(["--job.config_file", TOML, "--model.overrides.lower_bound", "5.0"], 2)

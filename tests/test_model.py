@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from tests import hf, ranks
 from tests.draw import covering, in_sets
+from tests.hf import PUBLISHED
 from tests.training import train, train_until
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.kimi_linear import KimiLinearArguments
@@ -328,6 +330,8 @@ def test_the_configurations_that_we_ship_are_valid(name, tmp_path):
     path = os.path.join(os.path.dirname(__file__), "..", "train_configs", name)
     # Weights and tokenizers of published models are not in the repository.
     (tmp_path / "model.safetensors").touch()
+    family = next(family for family in PUBLISHED if name.startswith(family))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family]))
     argv = ["--job.config_file", path, "--model.hf_assets_path", str(tmp_path)]
     if "1M" in name:  # the reader's own texts
         argv += ["--dataloader.dataset_path", os.path.dirname(__file__)]

@@ -9,19 +9,20 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
-from torchtitan.models.common import FeedForward, Linear
+from torchtitan.models.common import Linear
 
 from tests import hf, layer_cases, ranks
 from tests.compare import relative_error
-from tests.own_layer import OwnLayer, as_gated_delta_net
+from tests.own_layer import OwnLayer, as_gated_delta_net, repeated_decay_rule
 from tests.own_model import OwnAdapter
 from tests.training import assert_same_numbers, train
 from titan_gdn import models
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
 from titan_gdn.layers.initialization import linear
-from titan_gdn.layers.linear_attention import Widths
+from titan_gdn.layers.linear_attention import LinearAttention, Widths
 from titan_gdn.models.hybrid.builders import feed_forward
+from titan_gdn.ops.rules import KIMI_DELTA_RULE
 from titan_gdn.parallel.exchange.registry import EXCHANGES
 from titan_gdn.parallel.sequence import SequenceLayout
 from titan_gdn.plan.__main__ import main as plan
@@ -62,45 +63,93 @@ def test_every_exchange_and_tensor_parallelism_give_the_numbers_of_one_rank():
             assert max(errors.values()) < 1e-5, (case, errors)
 
 
-class Undeclared(OwnLayer):
-    """Declares no placement for its linear `extra`."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(OwnLayer.Config):
-        extra: Linear.Config = dataclasses.field(default_factory=lambda: linear(8, 8))
+def variant(*fields, configure=None, **declarations):
+    """A class like `OwnLayer` with other declarations, and with further fields in its `Config`."""
+    config = dataclasses.make_dataclass("Config", fields, bases=(OwnLayer.Config,), kw_only=True, slots=True)
+    return type("Variant", (OwnLayer,), {"Config": config, "__module__": __name__, **declarations})
 
 
-class Nested(OwnLayer):
-    """Hides linears in a module that is declared as a whole."""
-
-    replicated = (*OwnLayer.replicated, "mlp")
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(OwnLayer.Config):
-        mlp: FeedForward.Config = dataclasses.field(default_factory=lambda: feed_forward(8, 8))
+def field(name, make):
+    return name, Linear.Config, dataclasses.field(default_factory=make)
 
 
-class Misspelt(OwnLayer):
-    full_precision = {"in_proj_aa": "decay"}
+WITHOUT_IN_PROJ = ("in_proj_b", "in_proj_qkv", "in_proj_a")
+WRONG = {
+    "a linear without a placement": (
+        variant(field("extra", lambda: linear(8, 8))),
+        r"Variant.extra has no placement: .*per_head .* or .replicated",
+    ),
+    "linears inside another module": (
+        variant(field("mlp", lambda: feed_forward(8, 8)), replicated=(*OwnLayer.replicated, "mlp")),
+        "Variant.mlp.w1 has no placement: make the linear a field",
+    ),
+    "a name that is no field": (
+        variant(full_precision={"in_proj_aa": "decay"}),
+        "Variant.full_precision names 'in_proj_aa': expected names among",
+    ),
+    "a misspelled per-head linear": (
+        variant(per_head=("in_proj_qkv", "conv", "in_proj_b", "in_proj_a", "gateout")),
+        "Variant.per_head names 'gateout': expected names among",
+    ),
+    "a linear both per head and replicated": (
+        variant(replicated=(*OwnLayer.replicated, "in_proj_b")),
+        "Variant.in_proj_b is in both per_head and replicated: keep one",
+    ),
+    "q, k and v not first": (variant(exchanged=WITHOUT_IN_PROJ), "expected 'in_proj_qkv' first"),
+    "an exchanged linear twice": (
+        variant(exchanged=(*OwnLayer.exchanged, "in_proj_a")),
+        "and each name once",
+    ),
+    "an exchanged module that is no linear": (
+        variant(exchanged=(*OwnLayer.exchanged, "conv")),
+        "Variant.exchanged names 'conv'",
+    ),
+    "a low-rank linear that is per head": (
+        variant(low_rank="in_proj_b"),
+        "Variant.low_rank names 'in_proj_b'",
+    ),
+    "names as a string": (variant(exchanged="in_proj_qkv"), "exchanged = 'in_proj_qkv': expected a tuple"),
+    "full precision as a tuple": (variant(full_precision=("in_proj_a",)), "expected a dict"),
+    "no title": (variant(title=None), "Variant.title is missing"),
+    "a function as the rule": (variant(rule=repeated_decay_rule), "Variant.rule is missing"),
+    "no gates": (variant(gates=LinearAttention.gates), "Variant.gates is missing"),
+    "decays that the rule does not take": (
+        variant(rule=KIMI_DELTA_RULE),
+        "Variant.decay has 1 channels per value head: expected 16",
+    ),
+    "no Config of its own": (type("Variant", (OwnLayer,), {}), "Variant has no Config of its own"),
+}
 
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(OwnLayer.Config):
-        pass
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_declaration_is_an_error_that_names_it(mistake):
+    layer, message = WRONG[mistake]
+    with pytest.raises(ValueError, match=message):
+        layer.configure(WIDTHS)
 
 
-def test_a_linear_without_a_placement_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match=r"Undeclared.extra has no placement: .*per_head .* or .replicated"):
-        Undeclared.configure(WIDTHS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: replace_linear(config, out_features=9), "in_proj_a has 9 rows: expected a multiple"),
+        (lambda config: replace_linear(config, bias=True), "in_proj_a has a bias, which is not supported"),
+    ],
+    ids=["rows that groups do not share evenly", "a bias"],
+)
+def test_a_linear_that_the_layer_cannot_slice_is_an_error_that_names_it(change, message):
+    with pytest.raises(ValueError, match=message):
+        change(OwnLayer.configure(WIDTHS)).set_sharding(tp=1, enable_sp=False)
 
 
-def test_a_linear_inside_another_module_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match=r"Nested.mlp.w1 has no placement: make the linear a field"):
-        Nested.configure(WIDTHS)
+def replace_linear(config, **changes):
+    return dataclasses.replace(config, in_proj_a=dataclasses.replace(config.in_proj_a, **changes))
 
 
-def test_a_declaration_of_a_linear_that_does_not_exist_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match="Misspelt.full_precision names 'in_proj_aa': expected names among"):
-        Misspelt.configure(WIDTHS)
+def test_a_linear_that_is_built_beside_the_config_is_an_error_that_names_it():
+    layer = OwnLayer.configure(WIDTHS).build()
+    layer.extra = torch.nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="OwnLayer.extra has no placement: build it from a field"):
+        layer.split_sequence(None, None)
 
 
 TOML = """

@@ -103,6 +103,7 @@ def test_hugging_face_weights_go_into_stages_and_come_back_bit_for_bit(family, t
     assert all(name.endswith("e_score_correction_bias") for name in changed)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_stages_goes_on_in_others_and_on_one_rank(family, tmp_path):
     _, run, one_rank = family
     argv = ["--job.dump_folder", str(tmp_path), "--checkpoint.no-load_only", "--checkpoint.interval", "1"]

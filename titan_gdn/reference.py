@@ -1,12 +1,19 @@
-"""Print every key of a run's TOML file, with its meaning: `python -m titan_gdn.reference MODEL FLAVOR`."""
+"""Print every key of a run's TOML file, with its meaning: `python -m titan_gdn.reference MODEL FLAVOR`.
 
+The flavor "from_hf" is followed by a folder, whose `config.json` gives the numbers of the model.
+"""
+
+import logging
 import sys
 from typing import NoReturn
 
 from titan_gdn.runtime import cpu
 from titan_gdn.runtime.silence import silence_libraries
 
-USAGE = "usage: python -m titan_gdn.reference MODEL FLAVOR, such as qwen3_next debug"
+USAGE = (
+    "usage: python -m titan_gdn.reference MODEL FLAVOR, such as qwen3_next debug\n"
+    "   or: python -m titan_gdn.reference MODEL from_hf FOLDER, which has a config.json"
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -16,18 +23,21 @@ def main(argv: list[str] | None = None) -> None:
         argv: The command line, `sys.argv[1:]` by default.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if len(argv) != 2:
-        _refuse("expected a model and a flavor")
+    if len(argv) != (3 if argv[1:2] == ["from_hf"] else 2):
+        _refuse("expected a model and a flavor, and after the flavor from_hf a folder")
     silence_libraries()
     cpu.enable()  # before TorchTitan is imported
+    from torchtitan.tools.logging import logger
+
     from titan_gdn.config.load import ConfigError, defaults
     from titan_gdn.config.reference import lines
 
+    logger.setLevel(logging.ERROR)
     try:
         config = defaults(*argv)
     except ConfigError as error:
         _refuse(str(error).removeprefix(": "))
-    for line in lines(config, *argv):
+    for line in lines(config, *argv[:2]):
         print(line)
 
 

@@ -64,11 +64,11 @@ def test_some_messages_word_for_word(error):
     {
         "compressed_dim": (
             f"{MODEL}[model.overrides]\ncompressed_dim = 8",
-            "model.overrides.compressed_dim = 8: it is model.overrides.kv_lora_rank now",
+            "model.overrides.compressed_dim = 8: it is model.overrides.kv_lora_rank of kimi_linear now",
         ),
         "shared_key_dim": (
             f"{MODEL}[model.overrides]\nshared_key_dim = 8",
-            "model.overrides.shared_key_dim = 8: it is model.overrides.qk_rope_head_dim now",
+            "model.overrides.shared_key_dim = 8: it is model.overrides.qk_rope_head_dim of kimi_linear now",
         ),
     },
 )
@@ -78,4 +78,5 @@ def test_a_key_that_this_project_renamed_says_its_new_name(error, text, news):
 
 def test_the_lower_bound_is_an_override_of_the_model(error):
     message = error("[linear_attention]\nlower_bound = -5")
-    assert "linear_attention.lower_bound = -5: it is model.overrides.lower_bound now" in message
+    news = "it is model.overrides.lower_bound of kimi_linear now"
+    assert f"linear_attention.lower_bound = -5: {news}" in message

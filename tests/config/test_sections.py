@@ -115,7 +115,7 @@ def test_a_model_without_name_or_flavor_lists_those_there_are(error):
 
 def test_what_the_builder_refuses_is_an_error_of_the_model_section(error):
     message = error(f"{MODEL}[model.overrides]\nn_layers = 0")
-    assert "run.toml: [model]: n_layers = 0: a model has layers" in message
+    assert "run.toml: model.overrides.n_layers = 0: a model has layers" in message
 
 
 # --- Activation checkpointing ---
@@ -203,4 +203,4 @@ def test_the_validators_data_are_a_nested_table(load, tmp_path):
 
 def test_errors_of_a_loader_name_its_table(error):
     message = error('[validator.dataloader]\ndataset = "text_files"\nnum_workers = 2')
-    assert "run.toml: [validator.dataloader]: num_workers = 2" in message
+    assert "run.toml: validator.dataloader.num_workers = 2" in message

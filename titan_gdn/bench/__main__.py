@@ -41,4 +41,5 @@ if __name__ == "__main__":
     try:
         tyro.extras.subcommand_cli_from_dict({"rule": rule, "layer": layer, "exchange": exchange})
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"titan_gdn: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -48,6 +48,16 @@ def check_checkpoint(config: Trainer.Config) -> None:
         _check_export(own, None if checkpoint.initial_load_in_hf else checkpoint.initial_load_path, config)
 
 
+def starts_from_hugging_face(config: Trainer.Config) -> bool:
+    """Whether a run starts with Hugging Face weights of a local folder, not with a step of its own."""
+    checkpoint = config.checkpoint
+    own = os.path.join(config.dump_folder, checkpoint.folder)
+    folder = checkpoint.initial_load_path or config.hf_assets_path
+    if not checkpoint.enable or not checkpoint.initial_load_in_hf or "://" in own + folder:
+        return False
+    return not _steps(own)
+
+
 def _steps(folder: str) -> set[int]:
     """The steps that were saved completely."""
     names = os.listdir(folder) if os.path.isdir(folder) else []

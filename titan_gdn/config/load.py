@@ -13,15 +13,21 @@ written, `types` converts it, `fields` knows the keys of a section, `sections` a
 
 import importlib
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 from torchtitan.trainer import Trainer
 
 from titan_gdn import models
+from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config.fields import fields_of, values
+from titan_gdn.config.model_file import arguments_of, check_model_file, flavors_of, read_model_file
 from titan_gdn.config.run_checks import check, check_run
 from titan_gdn.config.sections import ALIASES, SECTIONS, configured, converters, required
 from titan_gdn.config.source import ConfigError, SourcedValue, built, read
+from titan_gdn.config.types import converted
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
+from titan_gdn.models.hybrid.hf_config import FROM_HF
 
 __all__ = ["ConfigError", "defaults", "load_config"]
 
@@ -34,8 +40,9 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
 
     The sections are `[job]` (`dump_folder`; `description`, a string for the reader, which is dropped),
     `[model]` (`name`, `flavor`, `hf_assets_path`, and `[model.overrides]`, arguments of the flavor's
-    builder), `[linear_attention]`, `[quantize.linear]` and `[quantize.experts]` (`name`, and the fields of
-    that TorchTitan converter), and the fields of `Trainer.Config` by their names. `[optimizer]` also takes
+    builder; the flavor "from_hf" takes the others from the `config.json` beside the weights),
+    `[linear_attention]`, `[quantize.linear]` and `[quantize.experts]` (`name`, and the fields of that
+    TorchTitan converter), and the fields of `Trainer.Config` by their names. `[optimizer]` also takes
     `name` and the optimizer's own arguments (`lr`, `weight_decay`, ...) for all parameter groups, and
     `[activation_checkpoint]` takes a `mode`. In the file and on the command line, "none" is the value None.
 
@@ -53,49 +60,88 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
     for name, table in sections.items():
         if name not in (*OWN_SECTIONS, *SECTIONS, *ALIASES):
             raise table.unknown([*OWN_SECTIONS, *SECTIONS])
-    job, *of_model = (sections.pop(name, SourcedValue({}, root.source, (name,))) for name in OWN_SECTIONS)
-
-    config = _defaults(*of_model)
+    job, model, linear_attention, quantize = (
+        sections.pop(name, SourcedValue({}, root.source, (name,))) for name in OWN_SECTIONS
+    )
+    checkpoint = sections.get("checkpoint", SourcedValue({}, root.source))
+    config = _defaults(model, linear_attention, quantize, checkpoint)
     changes = values(job.table, {"dump_folder": str, "description": str})
     changes.pop("description", None)
     for name, table in sections.items():
         field = ALIASES.get(name, name)
         if field in changes:
-            raise table.error(f"[{name}] and [{field}] are the same section: write one of them")
+            alias = next(alias for alias, section in ALIASES.items() if section == field)
+            raise table.error(f"[{alias}] and [{field}] are the same section: write one of them")
         changes[field] = configured(getattr(config, field), table)
     config = built(root, replace, config, **changes)
     try:
         (check if here else check_run)(config, world_size)
+        if here:
+            package = models.load(required(model, "name", models.MODELS))
+            overrides = model.table["overrides"].table if "overrides" in model.table else {}
+            check_model_file(config, package, {*overrides})
     except ConfigError as error:
         raise root.error(str(error)) from error
     return config
 
 
-def defaults(name: str, flavor: str) -> Trainer.Config:
+def defaults(name: str, flavor: str, hf_assets_path: str | None = None) -> Trainer.Config:
     """The configuration of a model's flavor before any file changes it.
+
+    Args:
+        name: Name of the model.
+        flavor: Name of the flavor.
+        hf_assets_path: The folder whose `config.json` describes the model, for the flavor "from_hf".
 
     Raises:
         ConfigError: There is no such model or flavor.
     """
     own = {"name": name, "flavor": flavor}
+    if hf_assets_path is not None:
+        own["hf_assets_path"] = hf_assets_path
     model = {key: SourcedValue(value, "", ("model", key)) for key, value in own.items()}
-    return _defaults(SourcedValue(model, "", ("model",)), SourcedValue({}, ""), SourcedValue({}, ""))
+    empty = SourcedValue({}, "")
+    return _defaults(SourcedValue(model, "", ("model",)), empty, empty, empty)
 
 
-def _defaults(model: SourcedValue, linear_attention: SourcedValue, quantize: SourcedValue) -> Trainer.Config:
+def _defaults(
+    model: SourcedValue, linear_attention: SourcedValue, quantize: SourcedValue, checkpoint: SourcedValue
+) -> Trainer.Config:
     """The flavor's configuration, with the sections that the model is built from applied."""
     own = {key: given for key, given in model.table.items() if key != "overrides"}
     own = values(own, {"name": str, "flavor": str, "hf_assets_path": str}, also=["overrides"])
     package = models.load(required(model, "name", models.MODELS))
-    flavor = required(model, "flavor", package.flavors)
+    flavor = required(model, "flavor", flavors_of(package))
+    if flavor == FROM_HF:
+        arguments = _arguments(model, package, own.get("hf_assets_path", BYTE_TOKENIZER), checkpoint)
+        given = {"arguments": arguments}
+    else:
+        arguments, given = package.flavors[flavor].arguments, {}
     overrides = model.table.get("overrides", SourcedValue({}, model.source, ("model", "overrides")))
     registry = importlib.import_module(f"{package.__name__}.config_registry")
     config = built(
-        model,
+        overrides,
         registry.trainer_config,
         flavor,
         linear_attention=configured(LinearAttentionConfig(), linear_attention),
         converters=converters(quantize),
-        **values(overrides.table, fields_of(type(package.flavors[flavor].arguments))),
+        **given,
+        **values(overrides.table, fields_of(type(arguments))),
     )
     return replace(config, hf_assets_path=own.get("hf_assets_path", config.hf_assets_path))
+
+
+def _arguments(
+    model: SourcedValue, package: ModuleType, hf_assets_path: str, checkpoint: SourcedValue
+) -> Any:
+    """The arguments of the flavor "from_hf": those of the `config.json` beside the weights."""
+    kinds = {"initial_load_path": str | None, "initial_load_in_hf": bool}
+    loaded = {key: converted(given, kinds[key]) for key, given in checkpoint.table.items() if key in kinds}
+    file = built(
+        model,
+        read_model_file,
+        hf_assets_path,
+        loaded.get("initial_load_path"),
+        loaded.get("initial_load_in_hf", False),
+    )
+    return built(model, arguments_of, file, package.config_json)

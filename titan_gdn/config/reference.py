@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from titan_gdn import models
 from titan_gdn.config.fields import Key, OptimizerName, fields_of, keys_of
+from titan_gdn.config.model_file import flavors_of
 from titan_gdn.config.optimizer import optimizer_kwargs
 from titan_gdn.config.sections import POLICIES, SECTIONS
 from titan_gdn.config.types import described
@@ -32,11 +33,11 @@ def lines(config: Any, model: str, flavor: str) -> Iterator[str]:
     yield from _table("job", [Key("dump_folder", str, config.dump_folder, "Folder of all outputs.")])
     keys = [
         Key("name", str, model, f"One of {', '.join(models.MODELS)}."),
-        Key("flavor", str, flavor, f"One of {', '.join(package.flavors)}."),
+        Key("flavor", str, flavor, f"One of {', '.join(flavors_of(package))}."),
         Key("hf_assets_path", str, config.hf_assets_path, "Folder of the tokenizer and of initial weights."),
     ]
     yield from _table("model", keys)
-    yield from _table("model.overrides", keys_of(package.flavors[flavor].arguments))
+    yield from _table("model.overrides", keys_of(config.model_spec.model.arguments))
     yield from _dataclass("linear_attention", linear_layers(config.model_spec.model.layers)[0].run)
     yield from _quantize()
     for name in SECTIONS:

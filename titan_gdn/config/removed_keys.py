@@ -72,9 +72,9 @@ WHAT_BECAME_OF: dict[str, str] = {
     "training.warmup_steps": "it is lr_scheduler.warmup_steps now",
     # Keys of ours.
     "linear_attention.lower_bound": (
-        "it is model.overrides.lower_bound now, because it is part of the model's architecture"
+        "it is model.overrides.lower_bound of kimi_linear now, because it is part of the model's architecture"
     ),
-    "model.overrides.compressed_dim": "it is model.overrides.kv_lora_rank now",
-    "model.overrides.shared_key_dim": "it is model.overrides.qk_rope_head_dim now",
+    "model.overrides.compressed_dim": "it is model.overrides.kv_lora_rank of kimi_linear now",
+    "model.overrides.shared_key_dim": "it is model.overrides.qk_rope_head_dim of kimi_linear now",
 }
 """What to tell the user, by `section` or `section.key`; holds no name that is still valid."""

@@ -5,6 +5,7 @@ package: here a value is what TOML made of it, or a list of words.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -101,11 +102,18 @@ def nearest(given: str, possible: list[str]) -> str:
 
 
 def built(table: SourcedValue, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `build(*args, **kwargs)`; an error that it raises becomes a ConfigError that names `table`."""
+    """Call `build(*args, **kwargs)`; an error that it raises becomes a ConfigError that names `table`.
+
+    An error that begins with a field, as in `dim = -1: expected at least 1`, names the key in full.
+    """
     try:
         return build(*args, **kwargs)
     except (ValueError, AssertionError, ArithmeticError, RuntimeError) as error:
-        raise table.error(str(error) or repr(error)) from error
+        problem = str(error) or repr(error)
+        if re.match(r"\w+ = ", problem):
+            key = ".".join((*table.path, problem))
+            raise ConfigError(f"{' and '.join(table.sources)}: {key}") from error
+        raise table.error(problem) from error
 
 
 def read(argv: list[str]) -> SourcedValue:

@@ -58,10 +58,15 @@ class GatedDeltaNet(LinearAttention):
         return apply(self.in_proj_z, x_BLD)
 
     def gates(
-        self, gates_1TgE: Tensor, low_rank_1Tr: None, rate_N: Tensor, dt_bias_N: Tensor, heads: slice
+        self,
+        products: dict[str, Tensor],
+        low_rank_1Tr: None,
+        rate_N: Tensor,
+        dt_bias_N: Tensor,
+        heads: slice,
     ) -> tuple[Tensor, Tensor]:
         """Returns `g = rate * softplus(a + dt_bias)` and `beta = sigmoid(b)`, both `[1, T, N]` in float32."""
-        b_1TN, a_1TN = (x.flatten(2) for x in gates_1TgE.float().chunk(2, -1))
+        b_1TN, a_1TN = (x.flatten(2) for x in products["in_proj_ba"].float().chunk(2, -1))
         return rate_N * F.softplus(a_1TN + dt_bias_N), b_1TN.sigmoid()
 
 

@@ -54,8 +54,6 @@ class KimiDeltaAttention(LinearAttention):
         """Lower bound of the log decay, negative: -5 in GLM-5.3-Flash. None: unbounded."""
 
         def __post_init__(self) -> None:
-            # `super()` does not work here, because the dataclass decorator with slots makes a new class.
-            LinearAttention.Config.__post_init__(self)
             if self.lower_bound is not None and not _LOWEST < self.lower_bound < 0:
                 raise ValueError(
                     f"lower_bound = {self.lower_bound}: expected a negative float32 number, the lower bound "
@@ -108,13 +106,18 @@ class KimiDeltaAttention(LinearAttention):
         return apply(self.g_b, apply(self.g_a, x_BLD, partial_grad=True))
 
     def gates(
-        self, gates_1TgE: Tensor, low_rank_1Tr: Tensor, rate_N: Tensor, dt_bias_N: Tensor, heads: slice
+        self,
+        products: dict[str, Tensor],
+        low_rank_1Tr: Tensor,
+        rate_N: Tensor,
+        dt_bias_N: Tensor,
+        heads: slice,
     ) -> tuple[Tensor, Tensor]:
         """Returns `g = kda_gate(f_b(low_rank))` `[1, T, N, K]` and `beta = sigmoid(b)` `[1, T, N]`."""
         K = self.key_head_dim
         f = apply(self.f_b, low_rank_1Tr, rows=slice(heads.start * K, heads.stop * K))
         g = kda_gate(f.unflatten(-1, (-1, K)), rate_N, dt_bias_N.view(-1, K), self.lower_bound)
-        return g, gates_1TgE.flatten(2).float().sigmoid()
+        return g, products["in_proj_b"].flatten(2).float().sigmoid()
 
     def run_rule(self, *inputs: Tensor, **kernel: Any) -> tuple[Tensor, Tensor | None]:
         """Runs the rule, with FLA's faster kernels if `lower_bound` is at least `SAFE_BOUND`."""

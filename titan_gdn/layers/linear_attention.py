@@ -13,7 +13,8 @@ head groups of this TP rank, g head groups of this CP rank, W rows of a group, E
 value heads, K and V head widths, C kernel of the convolution, r width of the low-rank projection.
 """
 
-from dataclasses import dataclass, field, fields
+from abc import abstractmethod
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
+from titan_gdn.layers.declarations import ROW_PARALLEL, check_declarations
 from titan_gdn.layers.initialization import linear
 from titan_gdn.layers.local_tensor import apply, local
 from titan_gdn.layers.norms import GatedRMSNorm
@@ -170,35 +172,6 @@ class LinearAttention(Module):
         out_proj: Linear.Config
         run: LinearAttentionConfig
 
-        def __post_init__(self) -> None:
-            layer = self.layer_class
-            modules = {f.name for f in fields(self) if isinstance(getattr(self, f.name), Module.Config)}
-            placed = {*layer.per_head, *layer.replicated, "out_proj", "decay"}
-            nested = {fqn for fqn, *_ in self.traverse(Linear.Config) if "." in fqn}
-            for name in sorted(nested):
-                raise ValueError(
-                    f"{layer.__name__}.{name} has no placement: make the linear a field of "
-                    f"{layer.__name__}.Config, and add it to {layer.__name__}.per_head or .replicated"
-                )
-            for name in sorted(modules - placed):
-                raise ValueError(
-                    f"{layer.__name__}.{name} has no placement: add it to {layer.__name__}.per_head (sharded "
-                    "over TP by heads) or .replicated (replicated over TP)"
-                )
-            low_rank = () if layer.low_rank is None else (layer.low_rank,)
-            for declaration, names, possible in (
-                ("per_head", layer.per_head, modules),
-                ("replicated", layer.replicated, modules),
-                ("exchanged", layer.exchanged, layer.per_head),
-                ("low_rank", low_rank, layer.replicated),
-                ("full_precision", layer.full_precision, modules),
-            ):
-                for name in sorted(set(names) - set(possible)):
-                    raise ValueError(
-                        f"{layer.__name__}.{declaration} names {name!r}: expected names among "
-                        f"{', '.join(sorted(possible))}"
-                    )
-
         @property
         def layer_class(self) -> "type[LinearAttention]":
             """The class of the layer that this configures."""
@@ -229,11 +202,15 @@ class LinearAttention(Module):
             Args:
                 tp: degree of tensor parallelism.
                 enable_sp: whether hidden states between layers are sharded over TP.
+
+            Raises:
+                ValueError: the declarations of the layer are wrong.
             """
             layer = self.layer_class
+            check_declarations(layer, self)
             set_weights(spmd.S(0), *(getattr(self, name) for name in layer.per_head))
             set_weights(spmd.R, *(getattr(self, name) for name in layer.replicated))
-            set_weights(spmd.S(1), self.out_proj)
+            set_weights(spmd.S(1), getattr(self, ROW_PARALLEL))
             per_head = dense_param_placement(tp=spmd.S(0))
             self.decay.sharding_config = ShardingConfig(
                 state_shardings={"A_log": per_head, "dt_bias": per_head}
@@ -248,10 +225,13 @@ class LinearAttention(Module):
             widths: the sizes of the layer.
             **own: the fields that the subclass adds to `Config`, and `decay` and `norm`. A subclass overrides
                 this method and passes them.
+
+        Raises:
+            ValueError: the declarations of the layer are wrong, see `titan_gdn.layers.declarations`.
         """
         width = 2 * widths.key_dim + widths.value_heads // widths.key_heads * widths.value_dim
         bound = widths.conv_kernel**-0.5  # as torch.nn.Conv1d with one input channel
-        return cls.Config(
+        config = cls.Config(
             n_key_heads=widths.key_heads,
             n_value_heads=widths.value_heads,
             key_head_dim=widths.key_dim,
@@ -267,6 +247,8 @@ class LinearAttention(Module):
             out_proj=linear(widths.value_heads * widths.value_dim, widths.dim),
             **own,
         )
+        check_declarations(cls, config)
+        return config
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -284,9 +266,10 @@ class LinearAttention(Module):
         self.out_proj = config.out_proj.build()
         self.exchange: Exchange = NoExchange()
 
+    @abstractmethod
     def gates(
         self,
-        gates_1TgE: Tensor,
+        products: dict[str, Tensor],
         low_rank_1Tr: Tensor | None,
         rate_N: Tensor,
         dt_bias_N: Tensor,
@@ -295,7 +278,8 @@ class LinearAttention(Module):
         """Computes the log decay `g` and the write strength `beta` for the heads that this rank runs.
 
         Args:
-            gates_1TgE: outputs of the linears that follow `in_proj_qkv` in `exchanged`, `[1, T, g, E]`.
+            products: outputs of the linears in `exchanged` after `in_proj_qkv` by name, each
+                `[1, T, g, rows of a group]`.
             low_rank_1Tr: output of the linear `low_rank`, `[1, T, r]`, None if there is none.
             rate_N: decay rates of these heads, the first result of `Decay`, `[N]`.
             dt_bias_N: biases of these heads, the second result of `Decay`, `[N * channels]`.
@@ -307,6 +291,7 @@ class LinearAttention(Module):
         """
         raise NotImplementedError
 
+    @abstractmethod
     def output_gate(self, x_BLD: Tensor) -> Tensor:
         """Returns the output gate before its activation for all heads of the TP rank, `[B, L, N * V]`."""
         raise NotImplementedError
@@ -332,8 +317,18 @@ class LinearAttention(Module):
             tp_mesh: the TP sub-mesh if hidden states are sharded over it between layers, else None.
 
         Raises:
-            ValueError: the exchange is still "auto", which `update_from_config` of a model replaces.
+            ValueError: a module of the layer is not a field of its `Config`, or the exchange is still "auto",
+                which `update_from_config` of a model replaces.
         """
+        for name in dict(self.named_children()).keys() - {
+            *self.per_head,
+            *self.replicated,
+            "out_proj",
+            "decay",
+        }:
+            raise ValueError(
+                f"{type(self).__name__}.{name} has no placement: build it from a field of its Config"
+            )
         self.exchange = make_exchange(self.run.exchange, cp_mesh, tp_mesh, self.run.regather)
 
     def forward(
@@ -401,7 +396,9 @@ class LinearAttention(Module):
         batch, length = y_BTgW.shape[:2]
         width, K, V = conv_gWC.shape[1], self.key_head_dim, self.value_head_dim
         # The kernels take all packed documents in one row.
-        qkv_1TgW, gates_1TgE = y_BTgW.flatten(0, 1).unsqueeze(0).split([width, y_BTgW.shape[-1] - width], -1)
+        parts = y_BTgW.flatten(0, 1).unsqueeze(0).split(list(self.rows_per_group.values()), -1)
+        qkv_1TgW, *others = parts
+        products = dict(zip(self.exchanged[1:], others, strict=True))
         convolution = partial(causal_conv1d, weight=conv_gWC.flatten(0, 1), backend=self.run.kernel)
         reach = conv_gWC.shape[2] - 1
         qkv_1TgW = self.exchange.convolve(convolution, qkv_1TgW.flatten(2), reach, sequence)
@@ -409,7 +406,7 @@ class LinearAttention(Module):
         q, k, v = qkv_1TgW.split([K, K, width - 2 * K], -1)
         v_1TNV = v.unflatten(-1, (-1, V)).flatten(2, 3)
         low_rank_1Tr = None if low_rank_BTr is None else low_rank_BTr.flatten(0, 1).unsqueeze(0)
-        g, beta = self.gates(gates_1TgE, low_rank_1Tr, rate_N, dt_bias_N, heads)
+        g, beta = self.gates(products, low_rank_1Tr, rate_N, dt_bias_N, heads)
         rule = partial(self.run_rule, use_qk_l2norm_in_kernel=True, backend=self.run.kernel)
         out_1TNV = self.exchange.recur(rule, q, k, v_1TNV, g, beta, sequence)
         return out_1TNV.reshape(batch, length, -1, V)

@@ -17,7 +17,9 @@ class PartialRotary(CosSinRoPE):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
-        pass
+        def __post_init__(self) -> None:
+            if self.dim < 2 or self.dim % 2:
+                raise ValueError(f"the rotary width dim = {self.dim}: expected an even number of at least 2")
 
     def _precompute_cache(self) -> torch.Tensor:
         cache = super()._precompute_cache()

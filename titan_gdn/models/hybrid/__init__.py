@@ -24,10 +24,12 @@ class Flavor:
     Attributes:
         arguments: the arguments that build the model. `[model.overrides]` replaces some of them.
         run: the settings that it is trained with by default.
+        changes: arguments that differ on purpose from the published files which the flavor is trained from.
     """
 
     arguments: HybridArguments
     run: RunDefaults = RunDefaults()
+    changes: tuple[str, ...] = ()
 
 
 def model_spec(
@@ -36,6 +38,7 @@ def model_spec(
     adapter: type[StateDictAdapter],
     flavor: str,
     *,
+    arguments: HybridArguments | None = None,
     linear_attention: LinearAttentionConfig | None = None,
     converters: list[QuantizationConverter.Config] | None = None,
     **overrides: Any,
@@ -46,17 +49,20 @@ def model_spec(
         name: name of the family.
         flavors: the flavors of the family, by name.
         adapter: converts the family's state dicts to and from the Hugging Face format.
-        flavor: a name in `flavors`.
+        flavor: a name in `flavors`, or any name if `arguments` are given.
+        arguments: the arguments that build the model; those of the flavor if None.
         linear_attention: how the linear attention layers are run; the defaults if None.
         converters: what is quantized, and how; at most one for linears and one for experts.
-        **overrides: arguments that replace those of the flavor.
+        **overrides: arguments that replace some of them.
 
     Raises:
         ValueError: there is no such flavor, or the arguments contradict each other.
     """
-    if flavor not in flavors:
-        raise ValueError(f"unknown flavor {flavor!r}; the flavors of {name} are {', '.join(flavors)}")
-    model = replace(flavors[flavor].arguments, **overrides).config()
+    if arguments is None:
+        if flavor not in flavors:
+            raise ValueError(f"unknown flavor {flavor!r}; the flavors of {name} are {', '.join(flavors)}")
+        arguments = flavors[flavor].arguments
+    model = replace(arguments, **overrides).config()
     for layer in linear_layers(model.layers):
         layer.run = linear_attention or LinearAttentionConfig()
     model.converters = converters or []

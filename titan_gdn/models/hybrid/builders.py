@@ -250,4 +250,5 @@ def decoder(
         norm=cast(RMSNorm.Config, norm(dim)),  # TorchTitan also builds other norms
         lm_head=linear(dim, vocab_size),
         enable_weight_tying=enable_weight_tying,
+        arguments=arguments,
     )

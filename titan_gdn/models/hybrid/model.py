@@ -35,6 +35,9 @@ class HybridModel(Decoder):
         converters: list[QuantizationConverter.Config] = field(default_factory=list)
         """What is quantized, and how; see `titan_gdn.models.hybrid.quantize`."""
 
+        arguments: Any = None
+        """The `HybridArguments` from which `decoder` built this configuration."""
+
         @property
         def max_seq_len(self) -> int:
             """The longest sequence of the rotary embedding, in tokens; unlimited without one."""

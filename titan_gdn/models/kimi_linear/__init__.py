@@ -5,6 +5,7 @@ from typing import Any
 
 from titan_gdn.models.hybrid import Flavor, model_spec
 from titan_gdn.models.hybrid.config_registry import DEBUG_RUN
+from titan_gdn.models.kimi_linear.hf_config import config_json as config_json
 from titan_gdn.models.kimi_linear.model import KimiLinearArguments
 from titan_gdn.models.kimi_linear.state_dict_adapter import KimiLinearStateDictAdapter
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.trainer import Trainer
 
-from titan_gdn.models.hybrid.config_registry import run_of
+from titan_gdn.models.hybrid.config_registry import RunDefaults, run_of
 from titan_gdn.models.kimi_linear import flavors, model_registry
 
 
@@ -16,13 +16,14 @@ def trainer_config(flavor: str, **model: Any) -> Trainer.Config:
     """Returns the training configuration of a flavor.
 
     Args:
-        flavor: a name in `flavors`.
+        flavor: a name in `flavors`, or any name if `model` has `arguments`.
         **model: the keyword arguments of `titan_gdn.models.hybrid.model_spec`.
 
     Raises:
         ValueError: there is no such flavor, or the arguments contradict each other.
     """
-    return run_of(model_registry(flavor, **model), flavors[flavor].run)
+    run = flavors[flavor].run if flavor in flavors else RunDefaults()
+    return run_of(model_registry(flavor, **model), run)
 
 
 def kimi_linear_debug() -> Trainer.Config:

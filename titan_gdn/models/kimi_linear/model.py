@@ -76,7 +76,7 @@ class KimiLinearArguments(SparseArguments):
     """Factor by which the scores are then multiplied."""
 
     load_balance_coeff: float = 1e-3
-    """Step size of the bias that balances experts (arXiv 2408.15664); none: no such bias. The bias is part of
+    """Step size of the bias that balances experts (arXiv 2408.15664). The bias is part of
     the published model. To keep it as it is loaded, choose a step far below float32's resolution."""
 
     def __post_init__(self) -> None:

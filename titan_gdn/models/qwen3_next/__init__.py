@@ -5,6 +5,7 @@ from typing import Any
 
 from titan_gdn.models.hybrid import Flavor, model_spec
 from titan_gdn.models.hybrid.config_registry import DEBUG_RUN
+from titan_gdn.models.qwen3_next.hf_config import config_json as config_json
 from titan_gdn.models.qwen3_next.model import Qwen3NextArguments
 from titan_gdn.models.qwen3_next.state_dict_adapter import Qwen3NextStateDictAdapter
 
@@ -28,7 +29,7 @@ flavors: dict[str, Flavor] = {
     "debug_moe": Flavor(Qwen3NextArguments(**_DEBUG, **_EXPERTS, n_experts=8), DEBUG_RUN),
     "80B-A3B": Flavor(Qwen3NextArguments()),
     # The model card extends the context to a million tokens with YaRN by a factor of 4.
-    "80B-A3B-1M": Flavor(Qwen3NextArguments(yarn_factor=4.0)),
+    "80B-A3B-1M": Flavor(Qwen3NextArguments(yarn_factor=4.0), changes=("yarn_factor",)),
 }
 
 model_registry = partial(model_spec, "qwen3_next", flavors, Qwen3NextStateDictAdapter)

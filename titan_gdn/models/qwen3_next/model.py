@@ -94,6 +94,11 @@ class Qwen3NextArguments(SparseArguments):
             if not 0 <= layer < self.n_layers:
                 self.refuse("mlp_only_layers", f"layers from 0 to {self.n_layers - 1}")
 
+    def sparse(self, i: int) -> bool:
+        """Whether layer `i` (from 0) has experts."""
+        step = self.decoder_sparse_step
+        return self.n_experts > 0 and (i + 1) % step == 0 and i not in (self.mlp_only_layers or [])
+
     def config(self) -> HybridModel.Config:
         """Returns the configuration of the model."""
         return decoder(
@@ -131,8 +136,7 @@ class Qwen3NextArguments(SparseArguments):
         )
 
     def _mlp(self, i: int) -> FeedForward.Config | MoE.Config:
-        sparse = self.n_experts > 0 and (i + 1) % self.decoder_sparse_step == 0
-        if not sparse or i in (self.mlp_only_layers or []):
+        if not self.sparse(i):
             return feed_forward(self.dim, self.hidden_dim)
         shared = feed_forward(self.dim, self.shared_expert_hidden_dim)
         return moe(

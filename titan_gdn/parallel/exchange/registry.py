@@ -9,7 +9,27 @@ from titan_gdn.parallel.exchange.local import NoExchange
 from titan_gdn.parallel.exchange.state import StatePassing
 from titan_gdn.parallel.traffic import LayerShape, ShardedBatch, Traffic
 
-EXCHANGES: dict[str, type[Exchange]] = {kind.name: kind for kind in (AllToAll, AllGather, StatePassing)}
+
+def by_name(*kinds: type[Exchange]) -> dict[str, type[Exchange]]:
+    """Exchanges by their names.
+
+    Raises:
+        ValueError: an exchange lacks a method or a name, or its name is reserved or taken.
+    """
+    named: dict[str, type[Exchange]] = {}
+    for kind in kinds:
+        if missing := sorted(kind.__abstractmethods__):
+            raise ValueError(f"exchange {kind.__name__} does not implement {', '.join(missing)}")
+        for fact in ("name", "saved"):
+            if not hasattr(kind, fact):
+                raise ValueError(f"exchange {kind.__name__} does not declare {fact}")
+        if kind.name in ("auto", "none", *named):
+            raise ValueError(f"exchange {kind.__name__}: the name {kind.name!r} is reserved or taken")
+        named[kind.name] = kind
+    return named
+
+
+EXCHANGES: dict[str, type[Exchange]] = by_name(AllToAll, AllGather, StatePassing)
 """Read it when an exchange is needed, not at import: a program may register its own."""
 
 

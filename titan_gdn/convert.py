@@ -80,7 +80,6 @@ def to_hf(adapter: "HybridStateDictAdapter", step: str, folder: str) -> None:
 
     from titan_gdn.checkpoint.export import (
         DTYPE_NAMES,
-        Beside,
         ExportedTensor,
         recorded_source,
         write_one_by_one,
@@ -108,8 +107,8 @@ def to_hf(adapter: "HybridStateDictAdapter", step: str, folder: str) -> None:
         name: ExportedTensor(DTYPE_NAMES[x.dtype], tuple(x.shape))
         for name, x in adapter.as_in(files, adapter.to_hf(state)).items()
     }
-    kept = {name: entry for name, entry in files.items() if name.startswith(adapter.kept)}
-    write_one_by_one(folder, tensors, values(), Beside(kept, path, adapter.hf_assets_path))
+    beside = adapter.beside(source, torch.float32 if source is None else None)
+    write_one_by_one(folder, tensors, values(), beside)
 
 
 def from_hf(adapter: "HybridStateDictAdapter", folder: str, step: str) -> None:

@@ -96,12 +96,6 @@ class Beside:
     config: dict[str, Any] | None = None
 
 
-def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A `config.json` that names another dtype, by the key of its version of transformers."""
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return config | {key: str(dtype).removeprefix("torch.")}
-
-
 def export(state_dict: dict[str, Tensor], folder: str, beside: Beside, file_bytes: int = FILE_BYTES) -> None:
     """Writes a model directory. Every rank of the default process group, if there is one, calls it.
 

@@ -130,28 +130,38 @@ def _check_export(own: str, step: str | None, config: Trainer.Config) -> None:
             f'job.dump_folder = "{config.dump_folder}", checkpoint.folder = "{checkpoint.folder}": '
             f'"{existing}" is not a directory that this user may write to'
         )
-    if step is None:
-        return  # weights that come from files have been checked already
     initial = checkpoint.initial_load_path or config.hf_assets_path if checkpoint.initial_load_in_hf else None
-    source = recorded_source(step, initial)
-    if source is not None:
+    source = initial if step is None else recorded_source(step, initial)
+    if source is not None and step is not None:  # without a step, `_check_initial` has looked at the files
         key = (
             "checkpoint.last_save_in_hf = true copies config.json, tokenizer files and kept tensors from the "
             f'directory that the weights of "{step}" came from (if it was moved, set '
             "checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path to its new place)"
         )
         _account(key, source, config)
+    adapter = _adapter(config)
+    try:
+        if adapter is not None:
+            adapter.beside(None if source is None else ModelDirectory.read(source))
+    except ValueError as error:
+        raise ConfigError(f"checkpoint.last_save_in_hf = true: {error}") from error
 
 
 def _account(key: str, folder: str, config: Trainer.Config) -> None:
     """Check that Hugging Face files hold each tensor of the model, and nothing unknown."""
-    spec = config.model_spec
-    assert spec is not None
+    adapter = _adapter(config)
     try:
         directory = ModelDirectory.read(folder)
-        if spec.state_dict_adapter is not None and issubclass(
-            spec.state_dict_adapter, HybridStateDictAdapter
-        ):
-            spec.state_dict_adapter(spec.model, None).account(directory)
+        if adapter is not None:
+            adapter.account(directory)
     except ModelDirectoryError as error:
         raise ConfigError(f"{key}: {error}") from error
+
+
+def _adapter(config: Trainer.Config) -> HybridStateDictAdapter | None:
+    """The adapter of the model to Hugging Face files, None if it has none of ours."""
+    spec = config.model_spec
+    assert spec is not None
+    if spec.state_dict_adapter is None or not issubclass(spec.state_dict_adapter, HybridStateDictAdapter):
+        return None
+    return spec.state_dict_adapter(spec.model, None)

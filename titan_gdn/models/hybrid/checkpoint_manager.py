@@ -10,13 +10,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
-from titan_gdn.checkpoint.export import (
-    Beside,
-    export,
-    record_source,
-    recorded_source,
-    with_dtype,
-)
+from titan_gdn.checkpoint.export import export, record_source, recorded_source
 from titan_gdn.checkpoint.model_directory import ModelDirectory
 from titan_gdn.models.hybrid.state_dict_adapter import HybridStateDictAdapter
 
@@ -66,17 +60,15 @@ class HybridCheckpointManager(CheckpointManager):
         folder = self._create_checkpoint_id(curr_step)
         logger.info(f"Exporting the model to {os.path.abspath(folder)}")
         state_dict = self.sd_adapter.to_hf(self.states[MODEL].state_dict())
-        beside = Beside({}, assets=self.sd_adapter.hf_assets_path)
-        if self._source is not None:
-            source = ModelDirectory.read(self._source)
+        source = None if self._source is None else ModelDirectory.read(self._source)
+        if source is not None:
             state_dict = self.sd_adapter.as_in(source.tensors, state_dict)
-            kept = {k: entry for k, entry in source.tensors.items() if k.startswith(self.sd_adapter.kept)}
-            beside = replace(beside, kept=kept, source=source.path)
-            if source.config is not None and self._export_dtype is not None:
-                beside = replace(beside, config=with_dtype(source.config, self._export_dtype))
         if self._export_dtype is not None:
             state_dict = {key: value.to(self._export_dtype) for key, value in state_dict.items()}
-        export(state_dict, folder, beside)
+        dtype = self._export_dtype
+        if source is None:
+            dtype = next(iter(state_dict.values())).dtype
+        export(state_dict, folder, self.sd_adapter.beside(source, dtype))
 
     def _initial_source(self) -> str | None:
         """The model directory that the configuration says a new run begins with."""

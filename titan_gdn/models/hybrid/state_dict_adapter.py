@@ -22,7 +22,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.logging import logger
 
 from titan_gdn.checkpoint.accounting import Account, Expected, account
-from titan_gdn.checkpoint.export import DTYPES
+from titan_gdn.checkpoint.export import DTYPES, Beside
 from titan_gdn.checkpoint.model_directory import ModelDirectory, TensorEntry
 from titan_gdn.checkpoint.reader import ModelDirectoryReader
 
@@ -83,6 +83,7 @@ class HybridStateDictAdapter(StateDictAdapter):
             are 1.
         prefix: the beginning of the decoder's names in the files.
         kept: beginnings of the names of tensors in the files that are not trained.
+        hf_config_of: `ConfigJson.hf_config_of` of the family; None copies `config.json`.
     """
 
     layer: ClassVar[dict[str, str]]
@@ -91,6 +92,7 @@ class HybridStateDictAdapter(StateDictAdapter):
     shapes: ClassVar[dict[str, tuple[int, ...]]] = {}
     prefix: ClassVar[str] = "model."
     kept: ClassVar[tuple[str, ...]] = ("mtp.",)
+    hf_config_of: ClassVar[Callable[..., dict[str, Any]] | None] = None
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
         # Without a path, TorchTitan's class reads no index: `titan_gdn.checkpoint.export` lays out files by
@@ -196,6 +198,27 @@ class HybridStateDictAdapter(StateDictAdapter):
                 yield [key]
             elif name == next(iter(permutations[name].parameters)):
                 yield [prefix + other for other in permutations[name].parameters]
+
+    def beside(self, source: ModelDirectory | None, dtype: torch.dtype | None = None) -> Beside:
+        """Returns what an export of the model holds beside its tensors.
+
+        Args:
+            source: the directory that the weights came from, None if from none.
+            dtype: the dtype that `config.json` names; None for that of `source`.
+
+        Raises:
+            ValueError: no `config.json` of the family describes the model.
+        """
+        original = None if source is None else source.config
+        config = original
+        if self.hf_config_of is not None and self.model_config.arguments is not None:
+            name = None if dtype is None else str(dtype).removeprefix("torch.")
+            config = self.hf_config_of(self.model_config.arguments, original, name)
+        changed = None if config == original else config
+        if source is None:
+            return Beside({}, assets=self.hf_assets_path, config=changed)
+        kept = {name: entry for name, entry in source.tensors.items() if name.startswith(self.kept)}
+        return Beside(kept, source.path, self.hf_assets_path, changed)
 
     def as_in(self, files: Mapping[str, TensorEntry], hf_state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gives tensors the names, dtypes and dimensions of 1 that they have in other files of the model.

@@ -15,6 +15,7 @@ from titan_gdn.models.hybrid.state_dict_adapter import (
     conv_shape,
     query_key_value,
 )
+from titan_gdn.models.kimi_linear.hf_config import hf_config_of
 
 
 def published(key: str) -> str:
@@ -28,6 +29,7 @@ def published(key: str) -> str:
 class KimiLinearStateDictAdapter(HybridStateDictAdapter):
     """The names of Kimi Linear's files, and the order of rows in them."""
 
+    hf_config_of = staticmethod(hf_config_of)
     layer = LAYER | {
         "attention.wq.weight": "self_attn.q_proj.weight",
         "attention.wkv_a.weight": "self_attn.kv_a_proj_with_mqa.weight",

@@ -17,6 +17,7 @@ from titan_gdn.models.hybrid.state_dict_adapter import (
     conv_shape,
     query_key_value,
 )
+from titan_gdn.models.qwen3_next.hf_config import hf_config_of
 
 
 def _query_key_value_gate(config: GatedDeltaNet.Config) -> list[Tensor]:
@@ -30,6 +31,7 @@ def _query_key_value_gate(config: GatedDeltaNet.Config) -> list[Tensor]:
 class Qwen3NextStateDictAdapter(HybridStateDictAdapter):
     """The names of Qwen3-Next's files, and the order of rows in them."""
 
+    hf_config_of = staticmethod(hf_config_of)
     layer = LAYER | {
         "attention.wq.weight": "self_attn.q_proj.weight",
         "attention.wk.weight": "self_attn.k_proj.weight",

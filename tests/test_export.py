@@ -168,6 +168,34 @@ def ours(family, overrides, tensors):
     return model
 
 
+def test_pipeline_stages_and_experts_of_several_ranks_make_one_directory(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    _, overrides = published(source)
+    argv, exported = run_toml(tmp_path, source, "qwen3_next", overrides)
+    for name in ("pipeline_parallel", "expert_parallel"):
+        argv += [f"--parallelism.{name}_degree", "2"]
+    ranks.run(train, 4, argv)
+    assert_same(read(exported), read(source))
+
+
+def test_config_json_says_what_the_run_changed(tmp_path):
+    """A context that was extended by YaRN is extended where the export is loaded, too."""
+    source = tmp_path / "source"
+    source.mkdir()
+    theirs, overrides = published(source)
+    overrides |= {"yarn_factor": 4.0, "context_length": 64}
+    argv, exported = run_toml(tmp_path, source, "qwen3_next", overrides)
+    ranks.run(train, 1, argv)
+    reloaded = type(theirs).from_pretrained(exported, dtype=torch.float32)
+    tokens = torch.randint(0, 264, (2, 200))
+    with torch.no_grad():
+        logits = ours("qwen3_next", overrides, {k: x.float() for k, x in read(exported).items()})(tokens)
+        torch.testing.assert_close(logits, reloaded(tokens).logits, atol=1e-4, rtol=1e-4)
+        without = type(theirs).from_pretrained(source, dtype=torch.float32)(tokens).logits
+    assert (logits - without).abs().max() > 1e-3
+
+
 def test_names_and_dimensions_are_those_of_the_files(tmp_path):
     """Kimi Linear as it was published, where dense layers have other names than transformers gives them.
 
@@ -307,6 +335,13 @@ def test_an_interrupted_export_is_not_taken_for_complete(tmp_path, monkeypatch):
             assert function == "_write_index" and read(tmp_path / "out").keys() == {"a", "b", "c"}
 
 
+def test_the_source_is_not_overwritten(tmp_path):
+    export(tensors_of("a"), str(tmp_path), Beside({}))
+    with pytest.raises(ExportError, match="holds the weights that the run began with"):
+        export(tensors_of("a"), str(tmp_path), Beside({}, source=str(tmp_path)))
+    assert read(tmp_path).keys() == {"a"}
+
+
 def test_kept_tensors_are_copied_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PIECE_BYTES", 7)
     kept = tensors_of("mtp.a", "mtp.b") | {"mtp.number": torch.tensor(3), "mtp.none": torch.zeros(0, 4)}
@@ -364,4 +399,9 @@ def test_a_step_of_another_model_is_not_converted(tmp_path, capsys):
         with pytest.raises(SystemExit):
             convert.main([str(tmp_path / source), str(tmp_path / "new"), *argv, *change])
         assert not (tmp_path / "new").exists()
-    assert "tok_embeddings.weight: the model has [272, 64], the step has [264, 64]" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        convert.main([str(tmp_path / "step"), str(tmp_path / "source"), *argv])
+    assert "tok_embeddings.weight: the model has [272, 64], the step has [264, 64]" in (
+        told := capsys.readouterr().err
+    )
+    assert 'source" exists and is not an empty directory' in told and "model.overrides.n_layers" in told

@@ -111,7 +111,7 @@ def export(state_dict: dict[str, Tensor], folder: str, beside: Beside, file_byte
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     sharded = os.path.join(folder, _SHARDED)
-    _together(folder, lambda: _clear(folder) if rank == 0 else None)
+    _together(folder, lambda: _clear(folder, beside.source) if rank == 0 else None)
     writer = _PartsWriter(sharded, beside.kept, file_bytes)
     dcp.save(state_dict, storage_writer=writer, no_dist=world == 1)
     files = _from_first_rank(writer.files)
@@ -144,7 +144,7 @@ def write_one_by_one(
         beside: what the directory holds beside them.
         file_bytes: the size up to which a file is filled.
     """
-    _clear(folder)
+    _clear(folder, beside.source)
     kept = {name: ExportedTensor(entry.dtype, entry.shape, entry) for name, entry in beside.kept.items()}
     files = filled(kept | dict(tensors), file_bytes)
     names = file_names(len(files))
@@ -229,9 +229,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
-def _clear(folder: str) -> None:
+def _clear(folder: str, source: str | None) -> None:
     """Makes `folder` an incomplete directory without weights: what marks it as complete is removed first."""
     os.makedirs(folder, exist_ok=True)
+    if source is not None and os.path.realpath(source) == os.path.realpath(folder):
+        raise ExportError(f'"{folder}" holds the weights that the run began with: they are not overwritten')
     names = os.listdir(folder)
     markers = [name for name in (INDEX, ".metadata") if name in names]
     for name in markers + [name for name in names if name.endswith((".safetensors", ".distcp"))]:
@@ -350,8 +352,7 @@ def _copy_small_files(folder: str, beside: Beside) -> None:
         copied |= {name: beside.assets for name in _small_files(beside.assets) if _TOKENIZER.fullmatch(name)}
     for name, where in copied.items():
         assert where is not None
-        if os.path.realpath(where) != os.path.realpath(folder):
-            shutil.copyfile(os.path.join(where, name), os.path.join(folder, name))
+        shutil.copyfile(os.path.join(where, name), os.path.join(folder, name))
     if beside.config is not None:
         write_json(os.path.join(folder, "config.json"), beside.config)
 

@@ -55,7 +55,8 @@ def starts_from_hugging_face(config: Trainer.Config) -> bool:
     folder = checkpoint.initial_load_path or config.hf_assets_path
     if not checkpoint.enable or not checkpoint.initial_load_in_hf or "://" in own + folder:
         return False
-    return not _steps(own)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return any(".safetensors" in name for name in names) and not _steps(own)
 
 
 def _steps(folder: str) -> set[int]:

@@ -317,6 +317,32 @@ def test_one_worker_gives_the_same_rows_and_resumes(load):
     assert before + list(rows(fresh, 7)) == whole
 
 
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_run_resumes_with_another_number_of_workers(load, dp, first, second):
+    for rank in range(dp):
+        whole = list(rows(load(rank, dp), 12))
+        loader, fresh = load(rank, dp, num_workers=first), load(rank, dp, num_workers=second)
+        before = list(rows(iter(loader), 5))
+        fresh.state_dict()  # as DCP does before it loads
+        fresh.load_state_dict(loader.state_dict())
+        again = load(rank, dp, num_workers=first)
+        again.load_state_dict(fresh.state_dict())  # stopped before its first batch
+        assert before + list(rows(again, 3)) == whole[:8]
+        assert before + list(rows(fresh, 7)) == whole
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0)])
+def test_a_finite_pass_ends_with_another_number_of_workers_too(load, first, second):
+    whole = list(rows(load(infinite=False)))
+    for stop in (1, len(whole), len(whole) + 1):
+        loader = load(infinite=False, num_workers=first)
+        before = list(rows(iter(loader), stop))
+        fresh = load(infinite=False, num_workers=second)
+        fresh.load_state_dict(loader.state_dict())
+        assert before + list(rows(fresh)) == whole
+
+
 def test_several_workers_are_refused():
     with pytest.raises(ValueError, match="num_workers = 2.*Use 0, or 1"):
         TextFilesDataLoader.Config(num_workers=2)

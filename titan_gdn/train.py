@@ -4,7 +4,8 @@ import logging
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_gdn.runtime import cpu
 from titan_gdn.runtime.silence import silence_libraries
@@ -51,11 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         config = load_config(sys.argv[1:] if argv is None else argv, world_size)
     except ConfigError as error:
-        if rank == 0:
-            print(f"titan_gdn: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(5)  # torchrun kills all ranks when one exits: let rank 0 print first
-        sys.exit(2)
+        _fail(str(error), 2)
     logger.setLevel(logging.INFO if rank == _metrics_rank(config, world_size) else logging.ERROR)
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
@@ -68,17 +65,70 @@ def _run(config: "Trainer.Config") -> None:
     import torch
     from torchtitan.tools.logging import logger
 
+    from titan_gdn.checkpoint.steps import SaveError
+
     trainer = config.build()
+    ended = _note_end_of_data(trainer)
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
             logger.info("Created seed checkpoint")
         else:
             trainer.train()
+        if ended:
+            _end_early(trainer)
+    except SaveError as error:
+        _fail(str(error), 1)
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()
     logger.info(f"Outputs are in {os.path.abspath(config.dump_folder)}")
+
+
+def _note_end_of_data(trainer: "Trainer") -> list[bool]:
+    """Return a list that is empty until the data end. TorchTitan's trainer then stops without saving."""
+    from torchtitan.components.dataloader import DataloaderExhaustedError
+    from torchtitan.tools.logging import logger
+
+    ended: list[bool] = []
+    batches = trainer.batch_generator
+
+    def watched(loader: Any) -> Iterator[Any]:
+        try:
+            yield from batches(loader)
+        except DataloaderExhaustedError:
+            ended.append(True)
+            logger.addFilter(lambda record: record.getMessage() != "Training completed")
+            raise
+
+    trainer.batch_generator = watched  # pyright: ignore
+    return ended
+
+
+def _end_early(trainer: "Trainer") -> None:
+    """Save the last step that was taken. The trainer's counter already counts the one without data."""
+    from torchtitan.tools.logging import logger
+
+    from titan_gdn.models.hybrid.checkpoint_manager import HybridCheckpointManager
+
+    trainer.step -= 1
+    steps = trainer.config.training.steps
+    if trainer.step == 0:
+        _fail("the data end before the first step: they hold less than one batch for each rank", 1)
+    if isinstance(trainer.checkpointer, HybridCheckpointManager):
+        trainer.checkpointer.save_early(trainer.step)
+    logger.warning(
+        f"Training ended after step {trainer.step} of training.steps = {steps}, because the data ended "
+        "(dataloader.infinite = false)"
+    )
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    """Print a message on one rank and exit."""
+    if os.environ["RANK"] != "0":
+        time.sleep(5)  # torchrun kills all ranks when one exits: let rank 0 print first
+    print(f"titan_gdn: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:

@@ -3,7 +3,7 @@
 The ranks first write their parts of the tensors with PyTorch's `HuggingFaceStorageWriter`, then each of them
 assembles some of the files. PyTorch's own consolidation is not used: it writes headers without `format: pt`,
 writes scalars as zeros, and reads whatever a folder holds. A directory is complete when its index exists: the
-index is removed first and written last.
+index is removed first and written last. A distributed checkpoint in the same folder is removed after that.
 """
 
 import json
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
 from titan_gdn.checkpoint.model_directory import BITS, INDEX, TensorEntry
+from titan_gdn.checkpoint.steps import DCP_FILES, SaveError, remove_files
 
 DTYPES = {
     "F64": torch.float64,
@@ -52,7 +53,7 @@ _TOKENIZER = re.compile(
 )
 
 
-class ExportError(RuntimeError):
+class ExportError(SaveError):
     """An export that failed on some rank. Every rank raises it."""
 
 
@@ -230,16 +231,14 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _clear(folder: str, source: str | None) -> None:
-    """Makes `folder` an incomplete directory without weights: what marks it as complete is removed first."""
+    """Makes `folder` an incomplete directory without weights. The index, which completes it, goes first.
+
+    A distributed checkpoint of the same step stays usable until the index is written.
+    """
     os.makedirs(folder, exist_ok=True)
     if source is not None and os.path.realpath(source) == os.path.realpath(folder):
         raise ExportError(f'"{folder}" holds the weights that the run began with: they are not overwritten')
-    names = os.listdir(folder)
-    markers = [name for name in (INDEX, ".metadata") if name in names]
-    for name in markers + [name for name in names if name.endswith((".safetensors", ".distcp"))]:
-        os.remove(os.path.join(folder, name))
-    if _SHARDED in names:
-        shutil.rmtree(os.path.join(folder, _SHARDED))
+    remove_files(folder, (INDEX, ".safetensors", _SHARDED))
     os.makedirs(os.path.join(folder, _SHARDED))
 
 
@@ -323,6 +322,7 @@ def _complete(folder: str, files: Mapping[str, File], beside: Beside) -> None:
     shutil.rmtree(os.path.join(folder, _SHARDED))
     _copy_small_files(folder, beside)
     _write_index(folder, files)
+    remove_files(folder, DCP_FILES)
 
 
 def _write_index(folder: str, files: Mapping[str, File]) -> None:

@@ -10,6 +10,7 @@ length of its document, and a checkpoint holds three numbers instead of buffered
 import glob
 import hashlib
 import os
+import pickle
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
@@ -271,9 +273,19 @@ class TextFilesDataLoader(ParallelAwareDataloader):
         return {"stream": super().state_dict()[self._rank_id]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where a run stopped, for any data-parallel degree of that run."""
-        if state_dict:
+        """Continue where a run stopped, for any data-parallel degree and `num_workers` of that run."""
+        if not state_dict:
+            return
+        stream = pickle.loads(state_dict["stream"])
+        if ("_snapshot" in stream) == (self.num_workers > 0):
             super().load_state_dict({self._rank_id: state_dict["stream"], "world_size": self.dp_world_size})
+            return
+        # torchdata's states with and without workers differ, but both hold the position in the stream.
+        StatefulDataLoader.load_state_dict(self, {})  # drops an iterator that stands elsewhere
+        if "_snapshot" in stream:
+            (stream,) = stream["_snapshot"]["_worker_snapshots"].values()
+        assert isinstance(self.dataset, TextFiles)
+        self.dataset.load_state_dict(stream["dataset_state"])
 
     def __init__(
         self,

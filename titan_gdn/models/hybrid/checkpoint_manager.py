@@ -1,10 +1,12 @@
-"""TorchTitan's checkpoints, with a last save in the Hugging Face format that is a whole model directory."""
+"""TorchTitan's checkpoints, safe against interruptions, with a last save that is a whole model directory."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import MODEL, CheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
@@ -12,6 +14,14 @@ from torchtitan.tools.logging import logger
 
 from titan_gdn.checkpoint.export import export, record_source, recorded_source
 from titan_gdn.checkpoint.model_directory import ModelDirectory
+from titan_gdn.checkpoint.steps import (
+    MARKERS,
+    STEP_FILES,
+    SaveError,
+    complete_steps,
+    remove_files,
+    stale_steps,
+)
 from titan_gdn.models.hybrid.state_dict_adapter import HybridStateDictAdapter
 
 
@@ -19,7 +29,8 @@ class HybridCheckpointManager(CheckpointManager):
     """Extends TorchTitan's manager: it remembers where weights came from, and exports beside the same files.
 
     Each step that it saves holds the path of the model directory that the run began with, so that a resumed
-    run exports what the first one would have.
+    run exports what the first one would have. A step that is saved over another is not taken for complete
+    until it is, and only complete steps count when old ones are purged.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -35,29 +46,87 @@ class HybridCheckpointManager(CheckpointManager):
         super().__init__(replace(config, export_dtype=config.export_dtype or "float32"), **states)
         self._export_dtype = config.export_dtype and TORCH_DTYPE_MAP[config.export_dtype]
         self._source: str | None = None
+        self._at: str | None = None  # what was loaded or saved last
+
+    def save_early(self, step: int) -> None:
+        """Saves the last step of a run whose data ended before `training.steps`.
+
+        If the step was just saved or loaded with its training state, it is not saved again without it.
+        """
+        if not self.enable or self.load_only:
+            return
+        self.maybe_wait_for_saving()
+        if self.last_save_in_hf or self._at != self._create_checkpoint_id(step):
+            self.save(step, last_step=True)
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         """Extends `CheckpointManager.dcp_load`: remembers where the weights came from."""
         super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        self._at = checkpoint_id
         if from_hf:
             self._source = checkpoint_id
         elif not filesystem.is_remote(checkpoint_id):
             self._source = recorded_source(checkpoint_id, self._initial_source())
 
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
-        """Extends `CheckpointManager.dcp_save`: the folder says where the weights came from."""
-        if dist.get_rank() == 0 and not filesystem.is_remote(checkpoint_id):
-            record_source(checkpoint_id, self._source)
-        return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        """Extends `CheckpointManager.dcp_save`: the folder says where the weights came from.
+
+        Raises:
+            SaveError: some rank could not write.
+        """
+        try:
+            # Other ranks write only after the first one has collected their plans, and so after this.
+            if dist.get_rank() == 0 and not filesystem.is_remote(checkpoint_id):
+                remove_files(checkpoint_id, STEP_FILES)
+                record_source(checkpoint_id, self._source)
+            self._at = checkpoint_id
+            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        except (CheckpointException, OSError) as error:
+            raise self._save_error(error) from error
+
+    def _wait_for_saving(self) -> None:
+        """Extends `CheckpointManager._wait_for_saving`: says which step could not be saved."""
+        try:
+            super()._wait_for_saving()
+        except (CheckpointException, OSError) as error:
+            raise self._save_error(error) from error
+
+    def _save_error(self, error: BaseException) -> SaveError:
+        """The error of a failed save, which says what is left."""
+        if isinstance(error, CheckpointException) and error.failures:
+            error = next(iter(error.failures.values()))[0]
+        whole = [] if filesystem.is_remote(self.folder) else complete_steps(self.folder)
+        left = f"The newest complete one is step-{whole[-1]}." if whole else "No step is complete."
+        return SaveError(
+            f'the step could not be saved to "{self._at}": {type(error).__name__}: {error}. {left}'
+        )
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """Replaces the search by one that knows names such as `step-5.bak` from steps."""
+        folder = folder or self.folder
+        if filesystem.is_remote(folder):
+            return super()._find_load_step(folder)
+        return max(complete_steps(folder), default=-1)
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Replaces a purge that counts incomplete steps, and so may remove the last complete one."""
+        if filesystem.is_remote(self.folder):
+            super()._purge_stale_checkpoints()
+        elif self._should_purge():
+            for path in stale_steps(self.folder, self.keep_latest_k):
+                if path != self._at:
+                    with suppress(OSError):  # the thread that purges logs it
+                        remove_files(path, MARKERS)  # at once: a step that is half purged is not complete
+                    self.purge_queue.put(path)
 
     def _save_last_step(self, curr_step: int) -> None:
         """Replaces the save in the Hugging Face format; leaves others to TorchTitan."""
         if not self.last_save_in_hf or not isinstance(self.sd_adapter, HybridStateDictAdapter):
             super()._save_last_step(curr_step)
             return
-        folder = self._create_checkpoint_id(curr_step)
+        self._at = folder = self._create_checkpoint_id(curr_step)
         logger.info(f"Exporting the model to {os.path.abspath(folder)}")
         state_dict = self.sd_adapter.to_hf(self.states[MODEL].state_dict())
         source = None if self._source is None else ModelDirectory.read(self._source)

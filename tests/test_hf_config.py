@@ -216,6 +216,26 @@ def test_what_is_not_supported_is_refused_by_name(family, path, tmp_path):
         JSON[family].arguments_of(file)
 
 
+YARN = {
+    "beta_fast": (16, "rope_parameters.beta_fast = 16.0: only 32.0 is supported"),
+    "attention_factor": (1.0, "rope_parameters.attention_factor = 1.0: only 1.138"),
+    "mscale": (0.7, "rope_parameters.mscale = 0.7: only null is supported"),
+    "truncate": (False, "rope_parameters.truncate = false: only true is supported"),
+    "factor": (0.5, "rope_parameters.factor = 0.5: expected at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", YARN)
+def test_yarn_is_supported_as_it_was_published(name, tmp_path):
+    file, _ = saved(hf.model(yarn_factor=4.0)[0], tmp_path)
+    file["rope_parameters"][name], message = YARN[name]
+    with pytest.raises(ValueError, match=message):
+        JSON["qwen3_next"].arguments_of(file)
+    file["rope_parameters"] |= {"beta_fast": 32, "factor": 4, "truncate": True, "mscale": None}
+    file["rope_parameters"]["attention_factor"] = 1.138629436111989
+    assert JSON["qwen3_next"].arguments_of(file).yarn_factor == 4.0
+
+
 @pytest.mark.parametrize("yarn", [1.0, 4.0])
 @pytest.mark.parametrize("rope_type", ["rope_type", "type"])
 def test_the_rotary_embedding_may_be_spelled_as_in_published_files(rope_type, yarn, tmp_path):

@@ -57,7 +57,7 @@ def read_model_file(
     try:
         with open(path, encoding="utf-8") as stream:
             fields = json.load(stream)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f'{key} = "{folder}": config.json cannot be read: {error}') from error
     if not isinstance(fields, dict):
         raise ConfigError(f'{key} = "{folder}": config.json is not a table of fields')

@@ -48,7 +48,8 @@ def saved(tmp_path_factory):
         theirs, overrides = hf.model(family)
         folder = tmp_path_factory.mktemp(family)
         theirs.save_pretrained(folder)
-        found[family] = load_file(folder / "model.safetensors"), theirs.config.to_dict(), overrides
+        config = json.loads((folder / "config.json").read_text())
+        found[family] = load_file(folder / "model.safetensors"), config, overrides
     return found
 
 
@@ -79,6 +80,7 @@ def account(saved, family, folder):
 def run_of(saved, family, folder, **changes):
     """The command line of a run that loads a directory."""
     overrides = saved[family][2] | changes
+    (folder / "config.json").write_text(json.dumps(saved[family][1]))
     return [
         "--job.config_file",
         hf.toml(str(folder), overrides, model={"name": family}, checkpoint=hf.weights_of(folder)),

@@ -336,20 +336,28 @@ def test_a_flavor_that_differs_from_the_file_is_an_error_with_both_values(family
         run(family, flavor, file)
     told = str(raised.value)
     own = {"qwen3_next": "1e-06", "kimi_linear": "1e-05"}[family]
-    both = f'norm_eps = {own} in model.flavor = "{flavor}", 0.001 in /.*/config.json'
-    assert re.search(both + r" \(rms_norm_eps = 0.001\)", told)
+    assert re.search(
+        rf'model.flavor = "{flavor}" differs from /.*/config.json \(checkpoint.initial_load_path', told
+    )
+    assert f"norm_eps = {own} in the flavor, 0.001 (rms_norm_eps = 0.001) in the file; " in told
+    assert "\n" not in told
     assert ("num_attention_heads = 16" in told) == (family == "kimi_linear")
     heads = {"n_heads": 32, "n_key_value_heads": 32} if family == "qwen3_next" else {"n_heads": 32}
     log.clear()
     config = run(family, flavor, file, {"norm_eps": 1e-4, **heads})
     assert config.model_spec.model.norm.eps == 1e-4
-    assert any("norm_eps = 0.0001 in [model.overrides], 0.001 in" in line for line in log)
+    assert any(
+        "norm_eps = 0.0001 in [model.overrides] wins over 0.001 (rms_norm_eps = 0.001) in /" in line
+        for line in log
+    )
 
 
 def test_the_flavor_for_a_million_tokens_extends_the_published_file(run, log):
     run("qwen3_next", "80B-A3B-1M", PUBLISHED["qwen3_next"])
-    assert sum("yarn_factor = 4.0 in model.flavor" in line for line in log) == 1
-    with pytest.raises(ConfigError, match="rope_theta = 1"):
+    assert (
+        sum("yarn_factor = 4.0 in model.flavor = " in line and "wins over 1.0" in line for line in log) == 1
+    )
+    with pytest.raises(ConfigError, match="rope_theta = 10000000.0 in the flavor, 10000.0"):
         run("qwen3_next", "80B-A3B-1M", PUBLISHED["qwen3_next"] | {"rope_theta": 1e4})
 
 

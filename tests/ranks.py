@@ -5,10 +5,12 @@ torchrun, and returns the list of results. The imports (10 s) happen once, in `t
 about a second. After `timeout` seconds the ranks are killed, and the error shows the stack of each.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import socket
 import tempfile
 import time
@@ -22,10 +24,8 @@ _server.set_forkserver_preload(["tests.preload"])
 
 def run(function, world_size, *args, timeout=120):
     """Call `function(*args)` on `world_size` ranks and return the list of their results."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
         ranks = [
             _server.Process(
                 target=_rank, args=(function, args, rank, world_size, port, folder, timeout), daemon=True
@@ -44,6 +44,18 @@ def run(function, world_size, *args, timeout=120):
         return [
             torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)
         ]
+
+
+def _free_port():
+    """A port for the ranks' store, outside the range from which the system takes ports of its own.
+
+    A port of that range may be taken by any connection between now and the moment when rank 0 listens.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10000, 30000)
+        with socket.socket() as attempt, contextlib.suppress(OSError):
+            attempt.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait(ranks, timeout):

@@ -391,17 +391,14 @@ def test_a_step_of_another_model_is_not_converted(tmp_path, capsys):
     _, overrides = published(source)
     argv, _ = run_toml(tmp_path, None, "qwen3_next", overrides)
     convert.main([str(source), str(tmp_path / "step"), *argv])
-    for source, change in (
-        ("step", ["--model.overrides.vocab_size", "272"]),
-        ("source", ["--model.overrides.vocab_size", "272"]),
-        ("source", ["--model.overrides.n_layers", "3"]),
-    ):
+    for name in ("step", "source"):
         with pytest.raises(SystemExit):
-            convert.main([str(tmp_path / source), str(tmp_path / "new"), *argv, *change])
+            larger = ["--model.overrides.vocab_size", "272"]
+            convert.main([str(tmp_path / name), str(tmp_path / "new"), *argv, *larger])
         assert not (tmp_path / "new").exists()
     with pytest.raises(SystemExit):
-        convert.main([str(tmp_path / "step"), str(tmp_path / "source"), *argv])
-    assert "tok_embeddings.weight: the model has [272, 64], the step has [264, 64]" in (
-        told := capsys.readouterr().err
-    )
-    assert 'source" exists and is not an empty directory' in told and "model.overrides.n_layers" in told
+        convert.main([str(tmp_path / "step"), str(source), *argv])
+    told = capsys.readouterr().err
+    assert "tok_embeddings.weight: the model has [272, 64], the step has [264, 64]" in told
+    assert "have another shape than the model needs: " in told
+    assert f'"{source}" exists and is not an empty directory' in told

@@ -216,6 +216,26 @@ def test_what_is_not_supported_is_refused_by_name(family, path, tmp_path):
         JSON[family].arguments_of(file)
 
 
+YARN = {
+    "beta_fast": (16, "rope_parameters.beta_fast = 16.0: only 32.0 is supported"),
+    "attention_factor": (1.0, "rope_parameters.attention_factor = 1.0: only 1.138"),
+    "mscale": (0.7, "rope_parameters.mscale = 0.7: only null is supported"),
+    "truncate": (False, "rope_parameters.truncate = false: only true is supported"),
+    "factor": (0.5, "rope_parameters.factor = 0.5: expected at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", YARN)
+def test_yarn_is_supported_as_it_was_published(name, tmp_path):
+    file, _ = saved(hf.model(yarn_factor=4.0)[0], tmp_path)
+    file["rope_parameters"][name], message = YARN[name]
+    with pytest.raises(ValueError, match=message):
+        JSON["qwen3_next"].arguments_of(file)
+    file["rope_parameters"] |= {"beta_fast": 32, "factor": 4, "truncate": True, "mscale": None}
+    file["rope_parameters"]["attention_factor"] = 1.138629436111989
+    assert JSON["qwen3_next"].arguments_of(file).yarn_factor == 4.0
+
+
 @pytest.mark.parametrize("yarn", [1.0, 4.0])
 @pytest.mark.parametrize("rope_type", ["rope_type", "type"])
 def test_the_rotary_embedding_may_be_spelled_as_in_published_files(rope_type, yarn, tmp_path):
@@ -316,20 +336,28 @@ def test_a_flavor_that_differs_from_the_file_is_an_error_with_both_values(family
         run(family, flavor, file)
     told = str(raised.value)
     own = {"qwen3_next": "1e-06", "kimi_linear": "1e-05"}[family]
-    both = f'norm_eps = {own} in model.flavor = "{flavor}", 0.001 in /.*/config.json'
-    assert re.search(both + r" \(rms_norm_eps = 0.001\)", told)
+    assert re.search(
+        rf'model.flavor = "{flavor}" differs from /.*/config.json \(checkpoint.initial_load_path', told
+    )
+    assert f"norm_eps = {own} in the flavor, 0.001 (rms_norm_eps = 0.001) in the file; " in told
+    assert "\n" not in told
     assert ("num_attention_heads = 16" in told) == (family == "kimi_linear")
     heads = {"n_heads": 32, "n_key_value_heads": 32} if family == "qwen3_next" else {"n_heads": 32}
     log.clear()
     config = run(family, flavor, file, {"norm_eps": 1e-4, **heads})
     assert config.model_spec.model.norm.eps == 1e-4
-    assert any("norm_eps = 0.0001 in [model.overrides], 0.001 in" in line for line in log)
+    assert any(
+        "norm_eps = 0.0001 in [model.overrides] wins over 0.001 (rms_norm_eps = 0.001) in /" in line
+        for line in log
+    )
 
 
 def test_the_flavor_for_a_million_tokens_extends_the_published_file(run, log):
     run("qwen3_next", "80B-A3B-1M", PUBLISHED["qwen3_next"])
-    assert sum("yarn_factor = 4.0 in model.flavor" in line for line in log) == 1
-    with pytest.raises(ConfigError, match="rope_theta = 1"):
+    assert (
+        sum("yarn_factor = 4.0 in model.flavor = " in line and "wins over 1.0" in line for line in log) == 1
+    )
+    with pytest.raises(ConfigError, match="rope_theta = 10000000.0 in the flavor, 10000.0"):
         run("qwen3_next", "80B-A3B-1M", PUBLISHED["qwen3_next"] | {"rope_theta": 1e4})
 
 

@@ -57,7 +57,7 @@ def read_model_file(
     try:
         with open(path, encoding="utf-8") as stream:
             fields = json.load(stream)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f'{key} = "{folder}": config.json cannot be read: {error}') from error
     if not isinstance(fields, dict):
         raise ConfigError(f'{key} = "{folder}": config.json is not a table of fields')
@@ -103,26 +103,30 @@ def check_model_file(config: Trainer.Config, package: ModuleType, overridden: se
     changed = set() if flavor == FROM_HF else set(package.flavors[flavor].changes)
     wrong = [one for one in differences if not {*one.decided_by} & (overridden | changed)]
     if wrong:
-        listed = "".join(f"\n  {_told(one, file, flavor, set())}" for one in wrong)
+        listed = "; ".join(
+            f"{one.argument} = {text(one.ours)} in the flavor, {_theirs(one, file)} in the file"
+            for one in wrong
+        )
         raise ConfigError(
-            f'model.flavor = "{flavor}" differs from the config.json of the weights:{listed}\n'
-            f'To train the model of the file, set model.flavor = "{FROM_HF}"; to change it on purpose, write '
-            "the value in [model.overrides]"
+            f'model.flavor = "{flavor}" differs from {file.path} ({file.key}): {listed}. To train the model '
+            f'of the file, set model.flavor = "{FROM_HF}"; to change it on purpose, write the value in '
+            "[model.overrides]."
         )
     for one in differences:
-        logger.warning(f"{_told(one, file, flavor, overridden)}; the run takes its own value")
+        where = "[model.overrides]" if {*one.decided_by} & overridden else f'model.flavor = "{flavor}"'
+        logger.warning(
+            f"{one.argument} = {text(one.ours)} in {where} wins over {_theirs(one, file)} in {file.path}"
+        )
     if flavor != FROM_HF:
         _warn_of_unknown(file, config_json)
 
 
-def _told(one: Difference, file: ModelFile, flavor: str, overridden: set[str]) -> str:
-    """A difference, with both values and both places."""
-    where = f'model.flavor = "{flavor}"'
-    if {*one.decided_by} & overridden:
-        where = "[model.overrides]"
+def _theirs(one: Difference, file: ModelFile) -> str:
+    """The value of an argument according to the file, with the field that says so."""
     fields = Fields(file.fields)
-    field = f"{one.path} = {text(fields[one.path])}" if one.path in fields else f"{one.path} is not set"
-    return f"{one.argument} = {text(one.ours)} in {where}, {text(one.theirs)} in {file.path} ({field})"
+    if one.path not in fields:
+        return f"{text(one.theirs)} ({one.path} is not set)"
+    return f"{text(one.theirs)} ({one.path} = {text(fields[one.path])})"
 
 
 def _warn_of_unknown(file: ModelFile, config_json: ConfigJson) -> None:

@@ -24,17 +24,8 @@ _server.set_forkserver_preload(["tests.preload"])
 
 def run(function, world_size, *args, timeout=120):
     """Call `function(*args)` on `world_size` ranks and return the list of their results."""
-    port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            _server.Process(
-                target=_rank, args=(function, args, rank, world_size, port, folder, timeout), daemon=True
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        failed = _wait(ranks, timeout + 10)
+        failed = _wait(_start(function, world_size, args, folder, timeout), timeout + 10)
         reports = [_read(os.path.join(folder, f"{rank}.txt")) for rank in range(world_size)]
         if failed:
             told = "\n".join(
@@ -56,6 +47,38 @@ def _free_port():
         with socket.socket() as attempt, contextlib.suppress(OSError):
             attempt.bind(("127.0.0.1", port))
             return port
+
+
+def run_and_kill(function, world_size, *args, victim, when, timeout=120):
+    """Call `function(*args)` on the ranks, kill one of them with SIGKILL, then all others as torchrun does.
+
+    Args:
+        victim: The rank to kill; None if one of them kills itself.
+        when: A function that returns once the moment has come. It is called with a function that says
+            whether all ranks are still running.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = _start(function, world_size, args, folder, timeout)
+        when(lambda: all(process.is_alive() for process in ranks))
+        if victim is not None:
+            ranks[victim].kill()
+            ranks[victim].join()
+        _wait(ranks, timeout)
+        reports = [_read(os.path.join(folder, f"{rank}.txt")) for rank in range(world_size)]
+        assert any(process.exitcode == -9 for process in ranks), reports
+
+
+def _start(function, world_size, args, folder, timeout):
+    port = _free_port()
+    ranks = [
+        _server.Process(
+            target=_rank, args=(function, args, rank, world_size, port, folder, timeout), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
 
 
 def _wait(ranks, timeout):

@@ -85,14 +85,12 @@ def to_hf(adapter: "HybridStateDictAdapter", step: str, folder: str) -> None:
         write_one_by_one,
     )
     from titan_gdn.checkpoint.model_directory import ModelDirectory
+    from titan_gdn.checkpoint.step_accounting import account_step
 
     state = _state(adapter)
     reader = FileSystemReader(step)
-    saved = reader.read_metadata().state_dict_metadata
-    for key, x in state.items():
-        if tuple(getattr(saved.get(key), "size", ())) != tuple(x.shape):
-            has = list(saved[key].size) if key in saved else "nothing"  # pyright: ignore
-            raise ValueError(f'"{step}": {key}: the model has {list(x.shape)}, the step has {has}')
+    shapes = {key: tuple(x.shape) for key, x in state.items()}
+    account_step(step, shapes, adapter.model_config.enable_weight_tying)
     path = recorded_source(step, None)
     source = None if path is None else ModelDirectory.read(path)
     files = {} if source is None else source.tensors
@@ -145,7 +143,7 @@ def from_hf(adapter: "HybridStateDictAdapter", folder: str, step: str) -> None:
                 return torch.zeros(like.shape, dtype=like.dtype)
             return adapter.from_hf(hf)[index.fqn].to(like.dtype)
 
-    record_source(step, folder)
+    record_source(step, folder, adapter.model_config.enable_weight_tying)
     dcp.save(state, checkpoint_id=step, planner=Planner(), no_dist=True)
 
 

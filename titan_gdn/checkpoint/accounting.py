@@ -90,13 +90,13 @@ def _refuse_formats(given: dict[str, tuple[str, TensorEntry]]) -> None:
     quantized = [name for name, entry in given.values() if name.endswith("weight_scale_inv")]
     if quantized:
         raise ModelDirectoryError(
-            f'"{_file_of(given, quantized[0])}" is quantized: {_some(quantized)} hold scales of float8 '
+            f'"{_file_of(given, quantized[0])}" is quantized: {some(quantized)} hold scales of float8 '
             "weights, which are not applied when weights are loaded. Convert the files to bfloat16 first."
         )
     fused = [name for name, _ in given.values() if re.search(r"\.experts\.(gate_up|down)_proj$", name)]
     if fused:
         raise ModelDirectoryError(
-            f'"{_file_of(given, fused[0])}" holds all experts of a layer in one tensor: {_some(fused)}. '
+            f'"{_file_of(given, fused[0])}" holds all experts of a layer in one tensor: {some(fused)}. '
             "Files need a tensor for each expert, as save_pretrained of transformers writes them: load the "
             "directory with from_pretrained and save it with save_pretrained."
         )
@@ -110,15 +110,15 @@ def _names(given: dict[str, tuple[str, TensorEntry]], shapes: dict[str, tuple[in
     """Yields a sentence for each way in which names differ."""
     missing = [key for key in shapes if key not in given]
     unknown = [key for key in given if key not in shapes]
-    in_files, in_model = _layers(given), _layers(shapes)
+    in_files, in_model = layers_of(given), layers_of(shapes)
     if in_files != in_model and in_files and in_model:
         yield (
-            f"The files have layers {_range(in_files)}, the model has layers {_range(in_model)} "
+            f"The files have layers {numbers(in_files)}, the model has layers {numbers(in_model)} "
             "(model.overrides.n_layers)."
         )
         differ = in_files ^ in_model
-        missing = [key for key in missing if not _layers([key]) & differ]
-        unknown = [key for key in unknown if not _layers([key]) & differ]
+        missing = [key for key in missing if not layers_of([key]) & differ]
+        unknown = [key for key in unknown if not layers_of([key]) & differ]
     if _HEAD in unknown and any(key.endswith(_EMBEDDING) for key in shapes):
         yield (
             f"The files have {_HEAD}, but the model uses its embedding in place of it: set "
@@ -132,12 +132,12 @@ def _names(given: dict[str, tuple[str, TensorEntry]], shapes: dict[str, tuple[in
         )
         missing.remove(_HEAD)
     if missing:
-        yield f"{_count(missing)} of the model {_are(missing)} missing: {_some(missing)}."
+        yield f"{_count(missing)} of the model {_are(missing)} missing: {some(missing)}."
     if unknown:
         names = [given[key][0] for key in unknown]
         where = os.path.basename(given[unknown[0]][1].file)
         yield (
-            f"{_count(unknown)} of the files {_are(unknown)} unknown to the model: {_some(names)} ({where})."
+            f"{_count(unknown)} of the files {_are(unknown)} unknown to the model: {some(names)} ({where})."
         )
 
 
@@ -154,10 +154,10 @@ def _shapes_and_dtypes(given: dict[str, tuple[str, TensorEntry]], expected: Expe
         if entry.dtype not in DTYPES:
             dtypes.append(f"{where} has {entry.dtype}")
     if shapes:
-        yield f"{_count(shapes)} {_have(shapes)} another shape than the model needs: {_some(shapes, '; ')}."
+        yield f"{_count(shapes)} {_have(shapes)} another shape than the model needs: {some(shapes, '; ')}."
     if dtypes:
         yield (
-            f"{_count(dtypes)} {_have(dtypes)} a dtype that cannot be trained: {_some(dtypes, '; ')}. "
+            f"{_count(dtypes)} {_have(dtypes)} a dtype that cannot be trained: {some(dtypes, '; ')}. "
             f"Possible: {', '.join(DTYPES)}."
         )
 
@@ -171,19 +171,19 @@ def _fits(given: tuple[int, ...], wanted: tuple[int, ...], vector: bool) -> bool
     return given == wanted or (vector and without_1(given) == without_1(wanted))
 
 
-def _layers(names: Iterable[str]) -> set[int]:
+def layers_of(names: Iterable[str]) -> set[int]:
     """The numbers of the layers to which tensors belong."""
     return {int(found[1]) for name in names if (found := _LAYER.search(name))}
 
 
-def _range(numbers: set[int]) -> str:
+def numbers(given: set[int]) -> str:
     """`0 to 3` for 0, 1, 2 and 3; otherwise the numbers themselves."""
-    first, last = min(numbers), max(numbers)
-    whole = len(numbers) == last - first + 1
-    return f"{first} to {last}" if whole else ", ".join(map(str, sorted(numbers)))
+    first, last = min(given), max(given)
+    whole = len(given) == last - first + 1
+    return f"{first} to {last}" if whole else ", ".join(map(str, sorted(given)))
 
 
-def _some(items: list[str], separator: str = ", ") -> str:
+def some(items: list[str], separator: str = ", ") -> str:
     """The first of many."""
     more = f"{separator}and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return separator.join(items[:SHOWN]) + more

@@ -391,13 +391,30 @@ def _from_first_rank(value: Any) -> Any:
 
 
 RECORD = "source.json"
-"""The file in the folder of a step that says which model directory the weights came from."""
+"""The file in the folder of a step that says what its tensors do not: where they came from, and whether
+embeddings are tied."""
 
 
-def record_source(step: str, source: str | None) -> None:
-    """Writes beside a step which model directory its weights came from; None if from none."""
+def record_source(step: str, source: str | None, tied: bool) -> None:
+    """Writes beside a step what its tensors do not say.
+
+    Args:
+        step: the folder of the step.
+        source: the model directory that its weights came from, None if from none.
+        tied: whether the output layer is the embedding.
+    """
     os.makedirs(step, exist_ok=True)
-    write_json(os.path.join(step, RECORD), {"model_directory": source and os.path.abspath(source)})
+    record = {"model_directory": source and os.path.abspath(source), "tie_word_embeddings": tied}
+    write_json(os.path.join(step, RECORD), record)
+
+
+def recorded_tying(step: str) -> bool | None:
+    """Returns whether the output layer of a step is the embedding, None if the step has no record of it."""
+    try:
+        with open(os.path.join(step, RECORD)) as file:
+            return json.load(file).get("tie_word_embeddings")
+    except FileNotFoundError:
+        return None
 
 
 def recorded_source(step: str, otherwise: str | None) -> str | None:

@@ -5,19 +5,19 @@ step that is named; without a step, `initial_load_path` or Hugging Face files. R
 """
 
 import os
-import re
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.components.checkpointer import TRAIN_STATE
 from torchtitan.trainer import Trainer
 
 from titan_gdn.checkpoint.export import recorded_source
 from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError
+from titan_gdn.checkpoint.step_accounting import StepError, account_step, read_metadata
+from titan_gdn.checkpoint.steps import METADATA, complete_steps, path_of
 from titan_gdn.config.source import ConfigError
+from titan_gdn.models.hybrid.model import HybridModel
 from titan_gdn.models.hybrid.state_dict_adapter import HybridStateDictAdapter
-
-DCP, HUGGING_FACE = ".metadata", "model.safetensors.index.json"
-"""Files by which a complete checkpoint of each format is recognized."""
 
 
 def check_checkpoint(config: Trainer.Config) -> None:
@@ -32,9 +32,9 @@ def check_checkpoint(config: Trainer.Config) -> None:
     own = os.path.join(config.dump_folder, checkpoint.folder)
     if "://" in own:
         return
-    steps = _steps(own)
+    steps = complete_steps(own)
     if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
-        possible = ", ".join(["-1 (the newest)", *map(str, sorted(steps))])
+        possible = ", ".join(["-1 (the newest)", *map(str, steps)])
         raise ConfigError(
             f'checkpoint.load_step = {checkpoint.load_step}: no such step was saved in "{own}". '
             f"Possible: {possible}."
@@ -42,7 +42,7 @@ def check_checkpoint(config: Trainer.Config) -> None:
     if steps:
         step = max(steps) if checkpoint.load_step == -1 else checkpoint.load_step
         _check_step(own, step, config)
-        _check_export(own, os.path.join(own, f"step-{step}"), config)
+        _check_export(own, path_of(own, step), config)
     else:
         _check_initial(config)
         _check_export(own, None if checkpoint.initial_load_in_hf else checkpoint.initial_load_path, config)
@@ -56,30 +56,18 @@ def starts_from_hugging_face(config: Trainer.Config) -> bool:
     if not checkpoint.enable or not checkpoint.initial_load_in_hf or "://" in own + folder:
         return False
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    return any(".safetensors" in name for name in names) and not _steps(own)
-
-
-def _steps(folder: str) -> set[int]:
-    """The steps that were saved completely."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return {
-        int(match[1])
-        for name in names
-        if (match := re.search(r"step-(\d+)", name))
-        and any(os.path.isfile(os.path.join(folder, name, file)) for file in (DCP, HUGGING_FACE))
-    }
+    return any(".safetensors" in name for name in names) and not complete_steps(own)
 
 
 def _check_step(own: str, step: int, config: Trainer.Config) -> None:
-    """Check that a step holds the training state: the last step of a run may hold the model alone."""
-    folder = os.path.join(own, f"step-{step}")
-    if step == 0 or config.checkpoint.exclude_from_loading:
-        return
-    if not os.path.isfile(os.path.join(folder, DCP)):
+    """Check that a step holds this model, and the training state: the last step of a run may hold no more."""
+    folder = path_of(own, step)
+    if not os.path.isfile(os.path.join(folder, METADATA)):
         what = "Hugging Face files"
     else:
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        if any(key.startswith(TRAIN_STATE) for key in saved):
+        saved = _account_step(f'checkpoint.folder = "{config.checkpoint.folder}"', folder, config)
+        state_is_loaded = step != 0 and not config.checkpoint.exclude_from_loading
+        if not state_is_loaded or any(key.startswith(TRAIN_STATE) for key in saved.state_dict_metadata):
             return
         what = "the model alone"
     raise ConfigError(
@@ -105,11 +93,13 @@ def _check_initial(config: Trainer.Config) -> None:
     names = os.listdir(folder) if os.path.isdir(folder) else []
     if checkpoint.initial_load_in_hf:
         _account(f'{key} = "{folder}"', folder, config)
-    elif checkpoint.initial_load_path and DCP not in names:
+    elif checkpoint.initial_load_path and METADATA not in names:
         raise ConfigError(
-            f'{key} = "{folder}": expected the folder of a step, with {DCP} in it, or *.safetensors files '
-            "and checkpoint.initial_load_in_hf = true"
+            f'{key} = "{folder}": expected the folder of a step, with {METADATA} in it, or *.safetensors '
+            "files and checkpoint.initial_load_in_hf = true"
         )
+    elif checkpoint.initial_load_path:
+        _account_step(f'{key} = "{folder}"', folder, config)
 
 
 def _check_export(own: str, step: str | None, config: Trainer.Config) -> None:
@@ -146,6 +136,21 @@ def _check_export(own: str, step: str | None, config: Trainer.Config) -> None:
             adapter.beside(None if source is None else ModelDirectory.read(source))
     except ValueError as error:
         raise ConfigError(f"checkpoint.last_save_in_hf = true: {error}") from error
+
+
+def _account_step(key: str, step: str, config: Trainer.Config) -> Metadata:
+    """Check that a step holds each tensor of the model, and nothing unknown. Return what it holds."""
+    spec = config.model_spec
+    assert spec is not None
+    try:
+        if not isinstance(spec.model, HybridModel.Config):
+            return read_metadata(step)
+        with torch.device("meta"):
+            state = spec.model.build().state_dict()
+        shapes = {name: tuple(x.shape) for name, x in state.items()}
+        return account_step(step, shapes, spec.model.enable_weight_tying)
+    except StepError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _account(key: str, folder: str, config: Trainer.Config) -> None:

@@ -124,6 +124,11 @@ def _check_supported(config: Trainer.Config, world_size: int) -> None:
         raise ConfigError(
             "checkpoint.create_seed_checkpoint = true needs checkpoint.enable = true and a single rank"
         )
+    if config.checkpoint.create_seed_checkpoint and config.checkpoint.last_save_in_hf:
+        raise ConfigError(
+            "checkpoint.create_seed_checkpoint = true: with checkpoint.last_save_in_hf = true, Hugging Face "
+            "files would be written instead of a step; set --checkpoint.no-last_save_in_hf"
+        )
 
 
 def _check_degrees(parallelism: ParallelismConfig, world_size: int) -> int:

@@ -80,7 +80,10 @@ class HybridCheckpointManager(CheckpointManager):
             # Other ranks write only after the first one has collected their plans, and so after this.
             if dist.get_rank() == 0 and not filesystem.is_remote(checkpoint_id):
                 remove_files(checkpoint_id, STEP_FILES)
-                record_source(checkpoint_id, self._source)
+                tied = isinstance(adapter := self.sd_adapter, HybridStateDictAdapter) and bool(
+                    adapter.model_config.enable_weight_tying
+                )
+                record_source(checkpoint_id, self._source, tied)
             self._at = checkpoint_id
             return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
         except (CheckpointException, OSError) as error:

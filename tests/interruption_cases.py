@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 
@@ -73,10 +74,15 @@ def _in_a_save(rank, method, step, do, halfway=False):
     """
     if os.environ["RANK"] != str(rank):
         return
-    original = getattr(FileSystemWriter, method)
+    for writer in (FileSystemWriter, HuggingFaceStorageWriter):
+        _patch(writer, method, rank, step, do, halfway)
+
+
+def _patch(writer, method, rank, step, do, halfway):
+    original = getattr(writer, method)
 
     def patched(self, *args, **kwargs):
-        if os.path.basename(self.path) != f"step-{step}":
+        if f"step-{step}" not in str(self.path).split(os.sep):
             return original(self, *args, **kwargs)
         if halfway and method == "write_data":
             original(self, *args, **kwargs)
@@ -87,7 +93,7 @@ def _in_a_save(rank, method, step, do, halfway=False):
         do()
         return original(self, *args, **kwargs)
 
-    setattr(FileSystemWriter, method, patched)
+    setattr(writer, method, patched)
 
 
 def moment(log, steps, seconds):

@@ -136,7 +136,7 @@ def test_a_save_that_fails_says_what_is_left(manager, monkeypatch, tmp_path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    said = 'saved to ".*step-4": OSError: .*No space left on device. The newest complete one is step-2'
+    said = 'saved to ".*step-4": OSError: .*No space left on device .*free on its disk.. The newest .* step-2'
     with pytest.raises(SaveError, match=said):
         save(manager, 4, 2.0)
 
@@ -215,6 +215,18 @@ def test_a_disk_that_fills_ends_the_run_and_leaves_the_last_complete_step(mode, 
     assert complete_steps(str(tmp_path / "full/checkpoint")) == [1, 2]
     (run, _) = ranks.run(main, 2, argv)
     assert len(run["losses"]) == 3 and run["code"] == 0
+
+
+def test_a_disk_that_fills_during_the_export_leaves_the_last_complete_step(tmp_path):
+    argv = run_toml(tmp_path, checkpoint=WHOLE, training={"steps": 3})
+    argv += ["--parallelism.tensor_parallel_degree", "2"]
+    argv += ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
+    runs = ranks.run(interruption_cases.with_a_full_disk, 2, argv, 3)
+    own = tmp_path / "out/checkpoint"
+    assert [run["code"] for run in runs] == [1, 1] and complete_steps(str(own)) == [1, 2]
+    assert 'step-3": ' in runs[0]["error"] and "The newest complete one is step-2." in runs[0]["error"]
+    (run, _) = ranks.run(main, 2, argv)
+    assert len(run["losses"]) == 1 and run["code"] == 0 and (own / "step-3" / INDEX).exists()
 
 
 # --- kill -9 ---

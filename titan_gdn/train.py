@@ -52,7 +52,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         config = load_config(sys.argv[1:] if argv is None else argv, world_size)
     except ConfigError as error:
-        _fail(str(error), 2)
+        if rank == 0:
+            print(f"titan_gdn: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(5)  # torchrun kills all ranks when one exits: let rank 0 print first
+        sys.exit(2)
     logger.setLevel(logging.INFO if rank == _metrics_rank(config, world_size) else logging.ERROR)
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
@@ -78,7 +82,7 @@ def _run(config: "Trainer.Config") -> None:
         if ended:
             _end_early(trainer)
     except SaveError as error:
-        _fail(str(error), 1)
+        _fail(str(error))
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()
@@ -114,7 +118,7 @@ def _end_early(trainer: "Trainer") -> None:
     trainer.step -= 1
     steps = trainer.config.training.steps
     if trainer.step == 0:
-        _fail("the data end before the first step: they hold less than one batch for each rank", 1)
+        _fail("the data end before the first step: they hold less than one batch for each rank")
     if isinstance(trainer.checkpointer, HybridCheckpointManager):
         trainer.checkpointer.save_early(trainer.step)
     logger.warning(
@@ -123,12 +127,12 @@ def _end_early(trainer: "Trainer") -> None:
     )
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    """Print a message on one rank and exit."""
+def _fail(message: str) -> NoReturn:
+    """Print a message and exit. Rank 0 prints first; unless it hangs, torchrun then kills the others."""
     if os.environ["RANK"] != "0":
-        time.sleep(5)  # torchrun kills all ranks when one exits: let rank 0 print first
+        time.sleep(5)
     print(f"titan_gdn: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    sys.exit(1)
 
 
 def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:

@@ -38,4 +38,6 @@ def test_initial_load_path_is_the_folder_of_a_step(error, load, tmp_path):
     text += f'initial_load_path = "{tmp_path}"\n'
     assert "expected the folder of a step, with .metadata in it" in error(text)
     (tmp_path / ".metadata").touch()
+    assert '.metadata" cannot be read' in error(text)
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     assert load(text).checkpoint.initial_load_path == str(tmp_path)

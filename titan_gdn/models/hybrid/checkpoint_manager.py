@@ -1,6 +1,7 @@
 """TorchTitan's checkpoints, safe against interruptions, with a last save that is a whole model directory."""
 
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -99,12 +100,16 @@ class HybridCheckpointManager(CheckpointManager):
     def _save_error(self, error: BaseException) -> SaveError:
         """The error of a failed save, which says what is left."""
         if isinstance(error, CheckpointException) and error.failures:
-            error = next(iter(error.failures.values()))[0]
-        whole = [] if filesystem.is_remote(self.folder) else complete_steps(self.folder)
+            errors = [failure for failure, _ in error.failures.values()]
+            # When a file cannot be written, torch.save may raise a RuntimeError about its own position.
+            error = next((one for one in errors if isinstance(one, OSError)), errors[0])
+        reason = f"{type(error).__name__}: {error}"
+        if not os.path.isdir(self.folder):  # remote, or it could not be created
+            return SaveError(f'the step could not be saved to "{self._at}": {reason}')
+        whole = complete_steps(self.folder)
         left = f"The newest complete one is step-{whole[-1]}." if whole else "No step is complete."
-        return SaveError(
-            f'the step could not be saved to "{self._at}": {type(error).__name__}: {error}. {left}'
-        )
+        free = f"{shutil.disk_usage(self.folder).free:,} bytes are free on its disk"
+        return SaveError(f'the step could not be saved to "{self._at}": {reason} ({free}). {left}')
 
     def _find_load_step(self, folder: str = "") -> int:
         """Replaces the search by one that knows names such as `step-5.bak` from steps."""
@@ -140,7 +145,10 @@ class HybridCheckpointManager(CheckpointManager):
         dtype = self._export_dtype
         if source is None:
             dtype = next(iter(state_dict.values())).dtype
-        export(state_dict, folder, self.sd_adapter.beside(source, dtype))
+        try:
+            export(state_dict, folder, self.sd_adapter.beside(source, dtype))
+        except (CheckpointException, OSError) as error:
+            raise self._save_error(error) from error
 
     def _initial_source(self) -> str | None:
         """The model directory that the configuration says a new run begins with."""

@@ -395,13 +395,13 @@ RECORD = "source.json"
 embeddings are tied."""
 
 
-def record_source(step: str, source: str | None, tied: bool) -> None:
+def record_source(step: str, source: str | None, tied: bool | None) -> None:
     """Writes beside a step what its tensors do not say.
 
     Args:
         step: the folder of the step.
         source: the model directory that its weights came from, None if from none.
-        tied: whether the output layer is the embedding.
+        tied: whether the output layer is the embedding, None if that is unknown.
     """
     os.makedirs(step, exist_ok=True)
     record = {"model_directory": source and os.path.abspath(source), "tie_word_embeddings": tied}

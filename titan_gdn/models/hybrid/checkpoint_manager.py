@@ -81,10 +81,7 @@ class HybridCheckpointManager(CheckpointManager):
             # Other ranks write only after the first one has collected their plans, and so after this.
             if dist.get_rank() == 0 and not filesystem.is_remote(checkpoint_id):
                 remove_files(checkpoint_id, STEP_FILES)
-                tied = isinstance(adapter := self.sd_adapter, HybridStateDictAdapter) and bool(
-                    adapter.model_config.enable_weight_tying
-                )
-                record_source(checkpoint_id, self._source, tied)
+                record_source(checkpoint_id, self._source, self._tied())
             self._at = checkpoint_id
             return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
         except (CheckpointException, OSError) as error:
@@ -149,6 +146,12 @@ class HybridCheckpointManager(CheckpointManager):
             export(state_dict, folder, self.sd_adapter.beside(source, dtype))
         except (CheckpointException, OSError) as error:
             raise self._save_error(error) from error
+
+    def _tied(self) -> bool | None:
+        """Whether the output layer is the embedding, None if the adapter does not say so."""
+        if not isinstance(self.sd_adapter, HybridStateDictAdapter):
+            return None
+        return self.sd_adapter.model_config.enable_weight_tying
 
     def _initial_source(self) -> str | None:
         """The model directory that the configuration says a new run begins with."""

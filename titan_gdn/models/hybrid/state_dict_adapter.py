@@ -116,6 +116,9 @@ class HybridStateDictAdapter(StateDictAdapter):
 
         Returns:
             The tensors of the files, with those experts only that are on this rank.
+
+        Raises:
+            ValueError: the adapter has no name for a parameter.
         """
         self._sharded = {key: value for key, value in state_dict.items() if isinstance(value, DTensor)}
         permutations = {name: rows for rows in self.rows for name in rows.parameters}
@@ -140,9 +143,14 @@ class HybridStateDictAdapter(StateDictAdapter):
                         f"{key} (the bias that balances experts) is not saved: the Hugging Face format of "
                         "this model has no such tensor"
                     )
-            else:
+            elif name in self.layer:
                 hf[hf_prefix + self.layer[name]] = (
                     _reshape_vector(value, self.shapes[name]) if name in self.shapes else value
+                )
+            else:
+                adapter = type(self).__name__
+                raise ValueError(
+                    f"{adapter} has no Hugging Face name for {name}: add it to {adapter}.layer, .experts or .rows"
                 )
         return hf
 
@@ -333,6 +341,11 @@ class HybridStateDictAdapter(StateDictAdapter):
         names = [prefix + name for name in permutation.parameters]
         rows = torch.cat([_global(state_dict[name]).flatten(0, -2) for name in names])
         order = permutation.order(self._linear(prefix))
+        if len(order) != len(permutation.hf_names):
+            raise ValueError(
+                f"the RowPermutation of {', '.join(permutation.hf_names)} has {len(permutation.hf_names)} "
+                f"hf_names, but its order returns {len(order)} index tensors"
+            )
         for hf_name, indices in zip(permutation.hf_names, order, strict=True):
             part = rows[indices]
             yield (

@@ -150,7 +150,8 @@ class HybridStateDictAdapter(StateDictAdapter):
             else:
                 adapter = type(self).__name__
                 raise ValueError(
-                    f"{adapter} has no Hugging Face name for {name}: add it to {adapter}.layer, .experts or .rows"
+                    f"{adapter} has no Hugging Face name for {name}: add it to {adapter}.layer, .experts or "
+                    ".rows"
                 )
         return hf
 

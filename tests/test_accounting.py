@@ -253,9 +253,9 @@ def load(saved, family, folder):
     model = adapt.model_config.build()
     model.init_states()
     state = model.state_dict()
-    hf_state = adapt.to_hf(state)
-    dcp.load(hf_state, storage_reader=adapt.get_hf_storage_reader(str(folder)), no_dist=True)
-    return adapt.to_hf(adapt.from_hf(hf_state))
+    reader = adapt.get_hf_storage_reader(str(folder))
+    dcp.load(adapt.to_load(state), storage_reader=reader, no_dist=True)
+    return adapt.to_hf(state)
 
 
 def assert_loaded(saved, family, loaded, tensors):
@@ -332,13 +332,13 @@ def mutate(random, folder, weight_map, tensors):
         changed[key] = random.choice(
             sorted(set(weight_map.values()) - {weight_map[key]}) + ["none.safetensors"]
         )
-        (folder / INDEX).write_text(json.dumps({"weight_map": changed}))
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": changed}))
     else:
         save_file(content, file)
         listed = {name: own for name, own in weight_map.items() if own != file.name}
         if random.random() < 0.7:  # the index says so too
             listed |= dict.fromkeys(content, file.name)
-            (folder / INDEX).write_text(json.dumps({"weight_map": listed}))
+            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": listed}))
     return f"{kind} of {key}"
 
 

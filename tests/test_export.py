@@ -1,5 +1,7 @@
 """The last save in the Hugging Face format is a model directory that loads, with everything that came in."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -125,23 +127,53 @@ def test_files_of_any_name_are_read(tmp_path):
     assert read(exported).keys() == index["weight_map"].keys()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (2, 2)], ids="tp{0[0]}-cp{0[1]}".format)
+every_mesh = pytest.mark.parametrize(
+    ("tp", "cp"), [(1, 1), (2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
+
+
+def mesh(tp, cp):
+    """The words of a command line that choose a mesh."""
+    return [f"--parallelism.{axis}_parallel_degree={n}" for axis, n in (("tensor", tp), ("context", cp))]
+
+
+def leave_other_tensors(tmp_path, source, exported):
+    """Put tensors of the same names, all zeros, wherever a run must not look for any.
+
+    Beside the index of the source, in the parts of an earlier export, and in a directory that gives the
+    tokenizer and has an index of its own. Return the words of a command line that name the latter.
+    """
+    zeros = {name: torch.zeros_like(x) for name, x in read(source).items()}
+    save_file(zeros, source / "old.safetensors")
+    (exported / "sharded").mkdir(parents=True)
+    where = {name: {"saved_offsets": [0] * x.ndim} for name, x in zeros.items()}
+    path = exported / "sharded" / "shard-00009-model-00001-of-00001.safetensors"  # of a run on more ranks
+    save_file(zeros, path, {"DCP_SHARDING_INFO": json.dumps(where)})
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other, {name: x for name, x in zeros.items() if "layers.3." not in name}, 2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(os.path.join(BYTE_TOKENIZER, name), other / name)
+    return ["--model.hf_assets_path", str(other)]
+
+
+@every_mesh
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
-def test_a_directory_survives_a_run_that_changes_no_weight(family, shape, tmp_path):
+def test_a_directory_survives_a_run_that_changes_no_weight(family, tp, cp, tmp_path):
     """Bit for bit, on every mesh; and transformers computes with the export what our model does.
 
     Experts are square, so that a transposed one keeps its shape.
     """
-    tp, cp = shape
     source = tmp_path / "source"
     source.mkdir()
     theirs, overrides = published(source, family, moe_intermediate_size=64)
+    original = read(source)
     argv, exported = run_toml(tmp_path, source, family, overrides)
-    argv += ["--parallelism.tensor_parallel_degree", str(tp)]
-    ranks.run(train, tp * cp, [*argv, "--parallelism.context_parallel_degree", str(cp)])
+    argv += leave_other_tensors(tmp_path, source, exported)
+    ranks.run(train, tp * cp, argv + mesh(tp, cp))
 
     tensors = read(exported)
-    assert_same(tensors, read(source))
+    assert_same(tensors, original)
     small = {name for name in os.listdir(source) if not name.endswith((".safetensors", INDEX))}
     assert small | {INDEX} == {n for n in os.listdir(exported) if not n.endswith(".safetensors")}
     for name in small:
@@ -155,6 +187,56 @@ def test_a_directory_survives_a_run_that_changes_no_weight(family, shape, tmp_pa
         expected = reloaded(tokens, use_cache=False).logits
         logits = ours(family, overrides, {name: x.float() for name, x in tensors.items()})(tokens)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@every_mesh
+def test_another_model_is_refused_on_every_rank(tp, cp, tmp_path):
+    """Before a process group exists, which ranks that go on would wait in."""
+    source = tmp_path / "source"
+    source.mkdir()
+    _, overrides = published(source)
+    del overrides["rope_theta"]  # the flavor's is that of the file
+
+    def another(name, change_tensors=lambda tensors: {}, **fields):
+        folder = shutil.copytree(source, tmp_path / name)
+        tensors = read(source)
+        write(folder, tensors | change_tensors(tensors), 3)
+        config = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        return folder
+
+    head, bias = "lm_head.weight", "model.layers.3.self_attn.q_proj.bias"
+    rope = json.loads((source / "config.json").read_text())["rope_parameters"]
+    directories = {
+        another("theta", rope_parameters=rope | {"rope_theta": 1e4}): "rope_theta = 10000",
+        another("tied", tie_word_embeddings=True): "tie_word_embeddings",
+        another("bias", lambda tensors: {bias: torch.ones(256)}): f"unknown to the model: {bias}",
+        another("float8", lambda tensors: {f"{head}_scale_inv": torch.ones(3, 1)}): "is quantized",
+        another("wide", lambda tensors: {head: tensors[head][:, :32]}): "has [264, 32], the model needs",
+    }
+    del overrides["tie_word_embeddings"]
+    argv, exported = run_toml(tmp_path, None, "qwen3_next", overrides)
+    runs = [[*argv, *mesh(tp, cp), "--checkpoint.initial_load_path", str(folder)] for folder in directories]
+    for rank, ended in enumerate(ranks.run(ends, tp * cp, runs)):
+        for said, (code, told) in zip(directories.values(), ended, strict=True):
+            assert code == 2 and "Traceback" not in told
+            assert (said in told and told.count("\n") == 1) if rank == 0 else not told, (said, told)
+    assert not exported.exists()
+
+
+def ends(runs):
+    """The exit code of each command, and what it wrote to standard error."""
+    from titan_gdn import train
+
+    train.time.sleep = lambda seconds: None  # ranks other than 0 let it print first
+    found = []
+    for argv in runs:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
+            train.main(argv)
+        lines = [line for line in said.getvalue().splitlines(True) if line.startswith("titan_gdn:")]
+        found.append((ended.value.code, "".join(lines)))
+    return found
 
 
 def ours(family, overrides, tensors):

@@ -225,6 +225,16 @@ def test_the_family_trains_on_a_mesh_as_on_one_rank_from_its_own_files(toml, tmp
     assert_same_numbers(ranks.run(train_own, 4, [*argv, *mesh]), one_rank)
 
 
+def test_a_parameter_without_a_name_in_files_is_named_before_the_run(toml, monkeypatch):
+    names = {name: hf for name, hf in OwnAdapter.layer.items() if "in_proj_a" not in name}
+    monkeypatch.setattr(OwnAdapter, "layer", names)
+    argv = ["--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
+    with pytest.raises(
+        ConfigError, match="OwnAdapter has no Hugging Face name for linear_attention.in_proj_a"
+    ):
+        load_config(["--job.config_file", toml(), *argv], 2)
+
+
 def test_the_planner_knows_it_by_its_title(toml, capsys):
     plan(["--job.config_file", toml(), "--world-size", "2", "--training.seq_len", "512", "--json"])
     told = json.loads(capsys.readouterr().out)

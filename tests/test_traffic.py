@@ -555,7 +555,7 @@ def test_the_machine_is_configured(tmp_path):
     ].run.machine
     assert machine == Machine(inside="efa", memory=141)
     said = refused(f"{MACHINE}.gpus_per_node", "0")
-    assert "[linear_attention.machine]" in said and "gpus_per_node = 0: expected a positive number" in said
+    assert "linear_attention.machine.gpus_per_node = 0: expected a positive number" in said
     assert '"nvlink" or "infiniband" or "efa" or "tcp"' in refused(f"{MACHINE}.inside", "nvlnk")
 
 

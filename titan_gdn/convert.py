@@ -118,7 +118,7 @@ def from_hf(adapter: "HybridStateDictAdapter", folder: str, step: str) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
     from safetensors import safe_open
-    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from titan_gdn.checkpoint.export import record_source
@@ -144,7 +144,9 @@ def from_hf(adapter: "HybridStateDictAdapter", folder: str, step: str) -> None:
             return adapter.from_hf(hf)[index.fqn].to(like.dtype)
 
     record_source(step, folder, adapter.model_config.enable_weight_tying)
-    dcp.save(state, checkpoint_id=step, planner=Planner(), no_dist=True)
+    # The writer keeps what it has written until the file is complete, so each parameter gets its own file.
+    writer = FileSystemWriter(step, single_file_per_rank=False)
+    dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
 
 
 def _state(adapter: "HybridStateDictAdapter") -> dict[str, Any]:

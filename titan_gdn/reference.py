@@ -4,6 +4,7 @@ The flavor "from_hf" is followed by a folder, whose `config.json` gives the numb
 """
 
 import logging
+import signal
 import sys
 from typing import NoReturn
 
@@ -47,4 +48,5 @@ def _refuse(reason: str) -> NoReturn:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when `| head` closes the pipe
     main()

@@ -12,7 +12,7 @@ from torchtitan.components.checkpointer import TRAIN_STATE
 from torchtitan.trainer import Trainer
 
 from titan_gdn.checkpoint.export import recorded_source
-from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError
+from titan_gdn.checkpoint.model_directory import ModelDirectory
 from titan_gdn.checkpoint.step_accounting import StepError, account_step, read_metadata
 from titan_gdn.checkpoint.steps import METADATA, complete_steps, path_of
 from titan_gdn.config.source import ConfigError
@@ -133,6 +133,7 @@ def _check_export(own: str, step: str | None, config: Trainer.Config) -> None:
     adapter = _adapter(config)
     try:
         if adapter is not None:
+            adapter.hf_shapes()  # each parameter has a name in the files
             adapter.beside(None if source is None else ModelDirectory.read(source))
     except ValueError as error:
         raise ConfigError(f"checkpoint.last_save_in_hf = true: {error}") from error
@@ -160,7 +161,7 @@ def _account(key: str, folder: str, config: Trainer.Config) -> None:
         directory = ModelDirectory.read(folder)
         if adapter is not None:
             adapter.account(directory)
-    except ModelDirectoryError as error:
+    except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import MODEL, CheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -63,8 +64,16 @@ class HybridCheckpointManager(CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Extends `CheckpointManager.dcp_load`: remembers where the weights came from."""
-        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        """Extends `CheckpointManager.dcp_load`: remembers where the weights came from.
+
+        A rank reads Hugging Face files into its shards, of which it makes no copies.
+        """
+        if from_hf and isinstance(self.sd_adapter, HybridStateDictAdapter):
+            reader = self.sd_adapter.get_hf_storage_reader(checkpoint_id, from_quantized)
+            dcp.load(self.sd_adapter.to_load(state_dict), storage_reader=reader)
+            self.states[MODEL].load_state_dict(state_dict)
+        else:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         self._at = checkpoint_id
         if from_hf:
             self._source = checkpoint_id

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from torchtitan.tools.logging import logger
 from titan_gdn.checkpoint.accounting import Account, Expected, account
 from titan_gdn.checkpoint.export import DTYPES, Beside
 from titan_gdn.checkpoint.model_directory import ModelDirectory, TensorEntry
-from titan_gdn.checkpoint.reader import ModelDirectoryReader
+from titan_gdn.checkpoint.reader import ModelDirectoryReader, Rows
 
 LAYER = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -71,8 +72,8 @@ def query_key_value(config: Any) -> list[Tensor]:
 class HybridStateDictAdapter(StateDictAdapter):
     """Converts state dicts of plain tensors or DTensors.
 
-    `to_hf` stores the placements of the tensors it converts, and `from_hf` restores them. The checkpointer
-    calls them in this order. Without a `to_hf` before it, `from_hf` returns plain tensors.
+    `to_hf` stores the placements of the tensors it converts, and `from_hf` restores them. Without a `to_hf`
+    before it, `from_hf` returns plain tensors. A run reads files through `to_load`, without either.
 
     Attributes:
         layer: names of parameters in a layer, with their names in the files.
@@ -115,6 +116,9 @@ class HybridStateDictAdapter(StateDictAdapter):
 
         Returns:
             The tensors of the files, with those experts only that are on this rank.
+
+        Raises:
+            ValueError: the adapter has no name for a parameter.
         """
         self._sharded = {key: value for key, value in state_dict.items() if isinstance(value, DTensor)}
         permutations = {name: rows for rows in self.rows for name in rows.parameters}
@@ -139,9 +143,15 @@ class HybridStateDictAdapter(StateDictAdapter):
                         f"{key} (the bias that balances experts) is not saved: the Hugging Face format of "
                         "this model has no such tensor"
                     )
-            else:
+            elif name in self.layer:
                 hf[hf_prefix + self.layer[name]] = (
                     _reshape_vector(value, self.shapes[name]) if name in self.shapes else value
+                )
+            else:
+                adapter = type(self).__name__
+                raise ValueError(
+                    f"{adapter} has no Hugging Face name for {name}: add it to {adapter}.layer, .experts or "
+                    ".rows"
                 )
         return hf
 
@@ -284,7 +294,33 @@ class HybridStateDictAdapter(StateDictAdapter):
                 "Tensors of the files that are kept and not trained, because the model has no such layer: "
                 f"{len(accounted.kept)} ({patterns}; {accounted.kept_bytes:,} bytes)"
             )
-        return ModelDirectoryReader(path, accounted, shapes)
+        return ModelDirectoryReader(path, accounted, shapes, self._rows_of_files(shapes))
+
+    def to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns what is to be read with `get_hf_storage_reader`: views of the tensors of `state_dict`.
+
+        Parameters whose rows the files hold in another order keep their names and shapes, because their
+        shards are read directly. Nothing is copied, and nothing is gathered.
+        """
+        names = {name for rows in self.rows for name in rows.parameters}
+        rows = {key: value for key, value in state_dict.items() if _split(key)[1] in names}
+        return rows | self.to_hf({key: value for key, value in state_dict.items() if key not in rows})
+
+    def _rows_of_files(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Rows]:
+        """Returns where the files hold the rows of the parameters that have another order there."""
+        found: dict[str, Rows] = {}
+        for i, layer in enumerate(self.model_config.layers):
+            prefix, config = f"layers.{i}.", layer.linear_attention
+            for permutation in self.rows if config is not None else ():
+                names = tuple(f"{self.prefix}{prefix}{name}" for name in permutation.hf_names)
+                first = 0
+                for name, dimensions in permutation.parameters.items():
+                    shape = dimensions(config)
+                    end = first + math.prod(shape)
+                    order = partial(_order_in_files, permutation, config, range(first, end), shape)
+                    found[prefix + name] = Rows((*shape, shapes[names[0]][-1]), names, order)
+                    first = end
+        return found
 
     def _names(self, absent: str) -> dict[str, str]:
         """Maps names in the files to the model's for a layer without the module `absent`."""
@@ -306,6 +342,11 @@ class HybridStateDictAdapter(StateDictAdapter):
         names = [prefix + name for name in permutation.parameters]
         rows = torch.cat([_global(state_dict[name]).flatten(0, -2) for name in names])
         order = permutation.order(self._linear(prefix))
+        if len(order) != len(permutation.hf_names):
+            raise ValueError(
+                f"the RowPermutation of {', '.join(permutation.hf_names)} has {len(permutation.hf_names)} "
+                f"hf_names, but its order returns {len(order)} index tensors"
+            )
         for hf_name, indices in zip(permutation.hf_names, order, strict=True):
             part = rows[indices]
             yield (
@@ -341,6 +382,12 @@ class HybridStateDictAdapter(StateDictAdapter):
         """Makes this rank's shard of the parameter `key` a DTensor if the parameter is one."""
         like = self._sharded.get(key)
         return part if like is None else _from_local(part, like)
+
+
+def _order_in_files(permutation: RowPermutation, config: Any, rows: range, shape: tuple[int, ...]) -> Tensor:
+    """Returns `Rows.order` of the parameter that has these rows among those of the permutation."""
+    in_files = torch.cat(permutation.order(config)).argsort()
+    return in_files[rows.start : rows.stop].view(shape)
 
 
 def _split(key: str) -> tuple[str, str]:

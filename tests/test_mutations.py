@@ -1,0 +1,83 @@
+"""A model directory with one thing changed is refused in one sentence, or is the model of transformers."""
+
+import json
+import random
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests import hf, test_accounting, test_hf_config
+from titan_gdn.config.load import ConfigError, load_config
+from titan_gdn.models.hybrid.hf_config import CHANGE_NOTHING
+
+saved = test_accounting.saved
+
+
+def mutate(draw, folder, family, saved):
+    """Write a directory, change one thing in it, and say what."""
+    tensors, config, _ = saved[family]
+    tensors = tensors | (test_accounting.MTP if family == "qwen3_next" else {})
+    weight_map = test_accounting.write(folder, tensors)
+    content = json.loads(json.dumps(config))
+    what = None
+    if draw.random() < 0.4:
+        what = "config.json: {}: {} became {}".format(*test_hf_config.mutate(content, draw))
+    (folder / "config.json").write_text(json.dumps(content))
+    return what or test_accounting.mutate(draw, folder, weight_map, tensors)
+
+
+def logits_of(config, folder, tokens):
+    """What the model of a run computes with the weights that it starts with."""
+    spec = config.model_spec
+    model = spec.model.build()
+    model.init_states()
+    adapter = spec.state_dict_adapter(spec.model, None)
+    dcp.load(
+        adapter.to_load(model.state_dict()),
+        storage_reader=adapter.get_hf_storage_reader(str(folder)),
+        no_dist=True,
+    )
+    with torch.no_grad():
+        return model(tokens)
+
+
+def logits_of_transformers(folder, family, saved, tokens):
+    theirs = type(hf.model(family)[0])
+    read = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    try:
+        model, told = theirs.from_pretrained(folder, **read)
+    except Exception:  # it checks the types of fields that do not change the model, too
+        content = json.loads((folder / "config.json").read_text())
+        original = saved[family][1]
+        differ = {name for name in original if content.get(name, original[name]) != original[name]}
+        assert differ <= CHANGE_NOTHING | test_hf_config.JSON[family].change_nothing, differ
+        (folder / "config.json").write_text(json.dumps(original))
+        model, told = theirs.from_pretrained(folder, **read)
+    assert not told["missing_keys"] and not told["mismatched_keys"]
+    with torch.no_grad():
+        return model(tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize("n", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", test_accounting.FAMILIES)
+def test_a_mutated_directory_is_never_another_model(saved, family, n, tmp_path):
+    draw = random.Random(n)
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    model = {"name": family, "flavor": "from_hf"}
+    argv = ["--job.config_file", hf.toml(str(tmp_path), {}, model=model, checkpoint=hf.weights_of(weights))]
+    tokens = torch.randint(0, 264, (2, 100))
+    accepted = []
+    for _ in range(n):
+        what = mutate(draw, weights, family, saved)
+        try:
+            config = load_config(argv, 1)
+        except ConfigError as error:
+            assert "\n" not in str(error) and str(weights) in str(error), what
+            continue
+        accepted.append(what)
+        ours = logits_of(config, weights, tokens)
+        expected = logits_of_transformers(weights, family, saved, tokens)
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4, msg=what)
+    assert 0 < len(accepted) < n / 2

@@ -185,8 +185,12 @@ def test_a_directory_survives_a_run_that_changes_no_weight(family, tp, cp, tmp_p
     tokens = torch.randint(0, 264, (2, 100))
     with torch.no_grad():
         expected = reloaded(tokens, use_cache=False).logits
-        logits = ours(family, overrides, {name: x.float() for name, x in tensors.items()})(tokens)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        model = ours(family, overrides, {name: x.float() for name, x in tensors.items()})
+        logits = model(tokens)
+        generated = reloaded.generate(tokens[:1, :8], max_new_tokens=3, do_sample=False)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        for length in (8, 9, 10):
+            assert generated[0, length] == model(generated[:, :length])[0, -1].argmax()
 
 
 @every_mesh

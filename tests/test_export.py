@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -469,6 +470,35 @@ def test_a_step_is_converted_to_a_directory_and_back(tmp_path):
         assert (folder / "config.json").read_bytes() == (source / "config.json").read_bytes()
         ranks.run(train, 1, argv)
         assert_same(read(exported), read(source))
+
+
+def test_a_directory_whose_config_json_says_otherwise_is_not_converted(tmp_path, capsys):
+    """Same shapes, another model: nothing but the file can tell."""
+    source = tmp_path / "source"
+    source.mkdir()
+    _, overrides = published(source)
+    argv, _ = run_toml(
+        tmp_path, None, "qwen3_next", {k: v for k, v in overrides.items() if k != "rope_theta"}
+    )
+    file = json.loads((source / "config.json").read_text())
+    file["rope_parameters"]["rope_theta"] = 1e4
+    (source / "config.json").write_text(json.dumps(file))
+    with pytest.raises(SystemExit):
+        convert.main([str(source), str(tmp_path / "step"), *argv])
+    assert "rope_theta = 10000000.0 in the flavor, 10000.0" in capsys.readouterr().err
+    assert not (tmp_path / "step").exists()
+
+
+def test_a_tied_model_is_converted_with_both_names_of_its_weight(tmp_path):
+    source, step = tmp_path / "source", tmp_path / "step"
+    source.mkdir()
+    _, overrides = published(source, tie_word_embeddings=True)
+    argv, _ = run_toml(tmp_path, None, "qwen3_next", overrides)
+    convert.main([str(source), str(step), *argv])
+    weights = {name: torch.zeros(264, 64) for name in ("tok_embeddings.weight", "lm_head.weight")}
+    dcp.load(weights, checkpoint_id=str(step), no_dist=True)
+    assert weights["lm_head.weight"].any()
+    assert torch.equal(weights["lm_head.weight"], weights["tok_embeddings.weight"])
 
 
 def test_a_step_of_another_model_is_not_converted(tmp_path, capsys):

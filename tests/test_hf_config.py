@@ -390,6 +390,14 @@ def test_a_run_that_resumes_is_not_compared_with_the_weights_it_began_with(run, 
         run("qwen3_next", "80B-A3B", file)
 
 
+def test_fewer_layers_than_the_file_lists_are_its_first(run):
+    file = PUBLISHED["qwen3_next"] | {"mlp_only_layers": [1, 9]}
+    file |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12}
+    model = run("qwen3_next", "from_hf", file, (), "--model.overrides.n_layers", "4").model_spec.model
+    assert model.arguments.layer_types == file["layer_types"][:4] and len(model.layers) == 4
+    assert model.arguments.mlp_only_layers == [1]
+
+
 def test_the_reference_takes_a_directory(tmp_path, capsys):
     saved(hf.model(rms_norm_eps=1e-3, max_position_embeddings=4096)[0], tmp_path)
     capsys.readouterr()

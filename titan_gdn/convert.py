@@ -47,9 +47,15 @@ def main(argv: list[str] | None = None) -> None:
     from titan_gdn.models.hybrid.state_dict_adapter import HybridStateDictAdapter
 
     logger.setLevel(logging.ERROR)
-    one_rank = [word for degree in DEGREES for word in (f"--parallelism.{degree}_degree", "1")]
+    run += [word for degree in DEGREES for word in (f"--parallelism.{degree}_degree", "1")]
+    is_step = os.path.isfile(os.path.join(source, ".metadata"))
+    if (
+        not is_step
+    ):  # the run that begins with this directory: its config.json is the model, or compared with it
+        run += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
+        run += ["--checkpoint.initial_load_path", source, "--job.dump_folder", target]
     try:
-        config = load_config([*run, *one_rank], 1, here=False)
+        config = load_config(run, 1, here=False)
     except ConfigError as error:
         _refuse(str(error))
     spec = config.model_spec
@@ -61,8 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     if os.path.exists(target) and (not os.path.isdir(target) or os.listdir(target)):
         _refuse(f'"{target}" exists and is not an empty directory')
     try:
-        convert = to_hf if os.path.isfile(os.path.join(source, ".metadata")) else from_hf
-        convert(adapter, source, target)
+        (to_hf if is_step else from_hf)(adapter, source, target)
     except ValueError as error:
         _refuse(str(error))
     print(f"Wrote {target}")
@@ -132,16 +137,18 @@ def from_hf(adapter: "HybridStateDictAdapter", folder: str, step: str) -> None:
         """Reads a parameter when it is written."""
 
         def lookup_object(self, index: MetadataIndex) -> Any:
-            names = adapter.to_hf({key: state[key] for key in groups[index.fqn]})
+            tied = index.fqn == "lm_head.weight" and adapter.model_config.enable_weight_tying
+            fqn = "tok_embeddings.weight" if tied else index.fqn
+            names = adapter.to_hf({key: state[key] for key in groups[fqn]})
             hf = {}
             for name in names:
                 saved, entry = accounted.loaded[name]
                 with safe_open(entry.file, "pt") as file:
                     hf[name] = file.get_tensor(saved).view(shapes[name])
-            like = state[index.fqn]
+            like = state[fqn]
             if not hf:  # a bias that balances experts, of a family whose files have none
                 return torch.zeros(like.shape, dtype=like.dtype)
-            return adapter.from_hf(hf)[index.fqn].to(like.dtype)
+            return adapter.from_hf(hf)[fqn].to(like.dtype)
 
     record_source(step, folder, adapter.model_config.enable_weight_tying)
     # The writer keeps what it has written until the file is complete, so each parameter gets its own file.

@@ -13,7 +13,8 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from datetime import timedelta
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ PIECE_BYTES = 16 << 20
 """The size of the pieces in which tensors are copied from file to file."""
 
 _SHARDED = "sharded"
+_PART = ".part"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp")
 _TOKENIZER = re.compile(
     r"(tokenizer.*|vocab\..*|merges\.txt|special_tokens_map\.json|added_tokens\.json|chat_template\..*)"
@@ -97,7 +99,13 @@ class Beside:
     config: dict[str, Any] | None = None
 
 
-def export(state_dict: dict[str, Tensor], folder: str, beside: Beside, file_bytes: int = FILE_BYTES) -> None:
+def export(
+    state_dict: dict[str, Tensor],
+    folder: str,
+    beside: Beside,
+    file_bytes: int = FILE_BYTES,
+    keeps_step: bool = False,
+) -> None:
     """Writes a model directory. Every rank of the default process group, if there is one, calls it.
 
     Args:
@@ -106,27 +114,31 @@ def export(state_dict: dict[str, Tensor], folder: str, beside: Beside, file_byte
         folder: where to write. Weights that it holds are removed.
         beside: what the directory holds beside these tensors.
         file_bytes: the size up to which a file is filled.
+        keeps_step: whether the training state of a step in the folder stays.
 
     Raises:
         ExportError: the directory could not be written by some rank.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    group = _patient_group()
     sharded = os.path.join(folder, _SHARDED)
-    _together(folder, lambda: _clear(folder, beside.source) if rank == 0 else None)
+    _together(folder, lambda: _clear(folder, beside.source) if rank == 0 else None, group)
     writer = _PartsWriter(sharded, beside.kept, file_bytes)
-    dcp.save(state_dict, storage_writer=writer, no_dist=world == 1)
-    files = _from_first_rank(writer.files)
+    dcp.save(state_dict, storage_writer=writer, process_group=group, no_dist=world == 1)
+    files = _from_first_rank(writer.files, group)
     names = file_names(len(files))
 
     def write_files() -> None:
         for i in range(rank, len(files), world):
             _write_file(os.path.join(folder, names[i]), files[i], _parts(sharded, names[i]))
 
-    _together(folder, write_files)
-    _together(
-        folder,
-        lambda: _complete(folder, dict(zip(names, files, strict=True)), beside) if rank == 0 else None,
-    )
+    def complete() -> None:
+        _complete(folder, dict(zip(names, files, strict=True)), beside)
+        if not keeps_step:
+            remove_files(folder, DCP_FILES)
+
+    _together(folder, write_files, group)
+    _together(folder, lambda: complete() if rank == 0 else None, group)
 
 
 def write_one_by_one(
@@ -151,7 +163,7 @@ def write_one_by_one(
     names = file_names(len(files))
     places: dict[str, tuple[str, int]] = {}
     for name, file in zip(names, files, strict=True):
-        path = os.path.join(folder, name)
+        path = os.path.join(folder, name + _PART)  # its header is valid long before its values are
         with open(path, "wb") as out:
             out.write(_header(file))
             for key, tensor in file.items():
@@ -173,6 +185,8 @@ def write_one_by_one(
         raise ExportError(
             f'the export to "{folder}" lacks {min(missing)} and {len(missing) - 1} more tensors'
         )
+    for name in names:
+        os.replace(os.path.join(folder, name + _PART), os.path.join(folder, name))
     _complete(folder, dict(zip(names, files, strict=True)), beside)
 
 
@@ -322,7 +336,6 @@ def _complete(folder: str, files: Mapping[str, File], beside: Beside) -> None:
     shutil.rmtree(os.path.join(folder, _SHARDED))
     _copy_small_files(folder, beside)
     _write_index(folder, files)
-    remove_files(folder, DCP_FILES)
 
 
 def _write_index(folder: str, files: Mapping[str, File]) -> None:
@@ -366,7 +379,14 @@ def _small_files(folder: str | None) -> Iterator[str]:
                 yield name
 
 
-def _together(folder: str, work: Callable[[], None]) -> None:
+def _patient_group() -> dist.ProcessGroup | None:
+    """A group that waits for ranks which write large files; the trainer's groups give up after 100 s."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(hours=12)))
+
+
+def _together(folder: str, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Runs `work` and waits for the other ranks. If it fails on one, all raise its error."""
     error: Exception | None = None
     try:
@@ -376,17 +396,17 @@ def _together(folder: str, work: Callable[[], None]) -> None:
     told = [None if error is None else f"{type(error).__name__}: {error}"]
     if dist.is_initialized():
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, told[0])
+        dist.all_gather_object(gathered, told[0], group=group)
         told = gathered
     if failed := [text for text in told if text]:
         raise ExportError(f'the export to "{folder}" failed: {failed[0]}') from error
 
 
-def _from_first_rank(value: Any) -> Any:
+def _from_first_rank(value: Any, group: dist.ProcessGroup | None) -> Any:
     """The value that the first rank has."""
     values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 

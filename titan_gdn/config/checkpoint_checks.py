@@ -30,7 +30,13 @@ def check_checkpoint(config: Trainer.Config) -> None:
     if not checkpoint.enable:
         return
     own = os.path.join(config.dump_folder, checkpoint.folder)
-    if "://" in own:
+    if "://" in own:  # whether it holds a step is not known
+        if checkpoint.last_save_in_hf:
+            raise ConfigError(
+                f'checkpoint.last_save_in_hf = true: "{own}" is remote, but Hugging Face files are written '
+                "to local folders only"
+            )
+        _check_initial(config)
         return
     steps = complete_steps(own)
     if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
@@ -53,10 +59,11 @@ def starts_from_hugging_face(config: Trainer.Config) -> bool:
     checkpoint = config.checkpoint
     own = os.path.join(config.dump_folder, checkpoint.folder)
     folder = checkpoint.initial_load_path or config.hf_assets_path
-    if not checkpoint.enable or not checkpoint.initial_load_in_hf or "://" in own + folder:
+    if not checkpoint.enable or not checkpoint.initial_load_in_hf or "://" in folder:
         return False
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    return any(".safetensors" in name for name in names) and not complete_steps(own)
+    resumes = "://" not in own and complete_steps(own)
+    return any(".safetensors" in name for name in names) and not resumes
 
 
 def _check_step(own: str, step: int, config: Trainer.Config) -> None:

@@ -75,10 +75,10 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
         changes[field] = configured(getattr(config, field), table)
     config = built(root, replace, config, **changes)
     try:
-        if here:  # before the tensors are looked at: a field says more than the shape that follows from it
-            package = models.load(required(model, "name", models.MODELS))
-            overrides = model.table["overrides"].table if "overrides" in model.table else {}
-            check_model_file(config, package, {*overrides})
+        # Before the tensors are looked at: a field says more than the shape that follows from it.
+        package = models.load(required(model, "name", models.MODELS))
+        overrides = model.table["overrides"].table if "overrides" in model.table else {}
+        check_model_file(config, package, {*overrides})
         (check if here else check_run)(config, world_size)
     except ConfigError as error:
         raise root.error(str(error)) from error

@@ -15,6 +15,7 @@ from titan_gdn.config.model_file import flavors_of
 from titan_gdn.config.optimizer import optimizer_kwargs
 from titan_gdn.config.sections import POLICIES, SECTIONS
 from titan_gdn.config.types import described
+from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.block import linear_layers
 from titan_gdn.models.hybrid.quantize import PARTS
 
@@ -38,7 +39,8 @@ def lines(config: Any, model: str, flavor: str) -> Iterator[str]:
     ]
     yield from _table("model", keys)
     yield from _table("model.overrides", keys_of(config.model_spec.model.arguments))
-    yield from _dataclass("linear_attention", linear_layers(config.model_spec.model.layers)[0].run)
+    layers = linear_layers(config.model_spec.model.layers)
+    yield from _dataclass("linear_attention", layers[0].run if layers else LinearAttentionConfig())
     yield from _quantize()
     for name in SECTIONS:
         section = getattr(config, name)

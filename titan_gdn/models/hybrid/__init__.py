@@ -1,7 +1,7 @@
 """What models of linear and full attention share, in files that are named as in TorchTitan's models."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
@@ -62,7 +62,7 @@ def model_spec(
         if flavor not in flavors:
             raise ValueError(f"unknown flavor {flavor!r}; the flavors of {name} are {', '.join(flavors)}")
         arguments = flavors[flavor].arguments
-    model = replace(arguments, **overrides).config()
+    model = arguments.overridden(**overrides).config()
     for layer in linear_layers(model.layers):
         layer.run = linear_attention or LinearAttentionConfig()
     model.converters = converters or []

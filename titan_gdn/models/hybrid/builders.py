@@ -6,8 +6,8 @@ arguments are the keys of `[model.overrides]`; the string below each is its docu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Self, cast
 
 from torchtitan.models.common import Embedding, FeedForward, RMSNorm
 from torchtitan.models.common.attention import BaseAttention
@@ -122,6 +122,13 @@ class HybridArguments:
             "linear_attention" if i % self.full_attention_interval else "full_attention"
             for i in range(1, self.n_layers + 1)
         ]
+
+    def overridden(self, **overrides: Any) -> Self:
+        """Returns these arguments with some replaced. Lists of layers are cut to a smaller `n_layers`."""
+        n_layers = overrides.get("n_layers", self.n_layers)
+        if self.layer_types is not None and 0 < n_layers < self.n_layers:
+            overrides = {"layer_types": self.layer_types[:n_layers]} | overrides
+        return replace(self, **overrides)
 
     def linear_attention_widths(self) -> Widths:
         """Returns the sizes of the linear attention layers."""

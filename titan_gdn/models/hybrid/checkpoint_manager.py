@@ -15,7 +15,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from titan_gdn.checkpoint.export import export, record_source, recorded_source
-from titan_gdn.checkpoint.model_directory import ModelDirectory
+from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError
 from titan_gdn.checkpoint.steps import (
     MARKERS,
     STEP_FILES,
@@ -140,20 +140,23 @@ class HybridCheckpointManager(CheckpointManager):
         if not self.last_save_in_hf or not isinstance(self.sd_adapter, HybridStateDictAdapter):
             super()._save_last_step(curr_step)
             return
-        self._at = folder = self._create_checkpoint_id(curr_step)
+        folder = self._create_checkpoint_id(curr_step)
+        keeps_step = self._at == folder  # data ended right behind a step that holds the training state
+        self._at = folder
         logger.info(f"Exporting the model to {os.path.abspath(folder)}")
-        state_dict = self.sd_adapter.to_hf(self.states[MODEL].state_dict())
-        source = None if self._source is None else ModelDirectory.read(self._source)
-        if source is not None:
-            state_dict = self.sd_adapter.as_in(source.tensors, state_dict)
-        if self._export_dtype is not None:
-            state_dict = {key: value.to(self._export_dtype) for key, value in state_dict.items()}
         dtype = self._export_dtype
-        if source is None:
-            dtype = next(iter(state_dict.values())).dtype
         try:
-            export(state_dict, folder, self.sd_adapter.beside(source, dtype))
-        except (CheckpointException, OSError) as error:
+            source = None if self._source is None else ModelDirectory.read(self._source)
+            state_dict = self.sd_adapter.to_hf(self.states[MODEL].state_dict())
+            if source is not None:
+                state_dict = self.sd_adapter.as_in(source.tensors, state_dict)
+            if dtype is not None:
+                state_dict = {key: value.to(dtype) for key, value in state_dict.items()}
+            if source is None:
+                dtype = next(iter(state_dict.values())).dtype
+            beside = self.sd_adapter.beside(source, dtype)
+            export(state_dict, folder, beside, keeps_step=keeps_step)
+        except (CheckpointException, ModelDirectoryError, OSError) as error:
             raise self._save_error(error) from error
 
     def _tied(self) -> bool | None:

@@ -21,7 +21,8 @@ TRAINING_ONLY = frozenset({"load_balance_coeff"})
 """Arguments that say how a model is trained. No `config.json` holds them."""
 
 CHANGE_NOTHING = frozenset(
-    "_attn_implementation _name_or_path architectures attn_implementation auto_map bos_token_id dtype "
+    "_attn_implementation _name_or_path architectures attn_implementation auto_map bos_token_id "
+    "chunk_size_feed_forward dtype id2label label2id problem_type "
     "eos_token_id initializer_range model_type name_or_path output_attentions output_hidden_states "
     "output_router_logits pad_token_id quantization_config return_dict router_aux_loss_coef "
     "tokenizer_class torch_dtype transformers_version use_cache".split()

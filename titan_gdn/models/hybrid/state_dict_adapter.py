@@ -244,7 +244,7 @@ class HybridStateDictAdapter(StateDictAdapter):
                 result[key] = value
             else:
                 _, dtype, shape, *_ = files[name]
-                if value.shape != shape and value.numel() == math.prod(shape):
+                if value.shape != shape and value.numel() == math.prod(shape) == max(shape, default=1):
                     value = _reshape_vector(value, _with_wildcard(shape))
                 result[name] = value.to(DTYPES[dtype])
         return result

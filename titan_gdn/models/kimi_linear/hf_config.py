@@ -182,6 +182,8 @@ config_json = ConfigJson(
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "attention_dropout": (0,),
+        "is_encoder_decoder": (False,),
+        "per_layer_config": (None, {}),
         "attn_res_block_size": (None,),  # this and the next five: Kimi K3
         "latent_moe_use_norm": (False,),
         "linear_attn_config.gate_lower_bound": (None,),

@@ -188,6 +188,8 @@ config_json = ConfigJson(
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "attention_dropout": (0,),
+        "is_encoder_decoder": (False,),
+        "per_layer_config": (None, {}),
         "attn_output_gate": (True,),
         "use_sliding_window": (False,),
         "sliding_window": (None,),

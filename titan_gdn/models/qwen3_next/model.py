@@ -5,6 +5,7 @@ Reference: `transformers`, `models/qwen3_next/modeling_qwen3_next.py`.
 
 import math
 from dataclasses import dataclass
+from typing import Any, Self
 
 from torch import nn
 from torchtitan.models.common import FeedForward, SigmoidGatedFeedForward
@@ -98,6 +99,14 @@ class Qwen3NextArguments(SparseArguments):
         """Whether layer `i` (from 0) has experts."""
         step = self.decoder_sparse_step
         return self.n_experts > 0 and (i + 1) % step == 0 and i not in (self.mlp_only_layers or [])
+
+    def overridden(self, **overrides: Any) -> Self:
+        """Returns these arguments with some replaced. Lists of layers are cut to a smaller `n_layers`."""
+        n_layers = overrides.get("n_layers", self.n_layers)
+        if self.mlp_only_layers is not None and 0 < n_layers < self.n_layers:
+            dense = [layer for layer in self.mlp_only_layers if layer < n_layers]
+            overrides = {"mlp_only_layers": dense} | overrides
+        return super().overridden(**overrides)
 
     def config(self) -> HybridModel.Config:
         """Returns the configuration of the model."""

@@ -6,8 +6,9 @@ from exactly one in the directory.
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError, TensorEntry
 
@@ -106,19 +107,32 @@ def _file_of(given: dict[str, tuple[str, TensorEntry]], name: str) -> str:
     return next(entry.file for own, entry in given.values() if own == name)
 
 
+def compare_names(
+    given: Mapping[str, Any], expected: Mapping[str, Any]
+) -> tuple[list[str], list[str], str | None]:
+    """Compares the names of the tensors that a checkpoint has with those that a model expects.
+
+    Returns:
+        The missing names and the unknown ones, without those of layers that only one side has; and what to
+        say of these layers, None if both sides have the same.
+    """
+    missing = [key for key in expected if key not in given]
+    unknown = [key for key in given if key not in expected]
+    theirs, ours = layers_of(given), layers_of(expected)
+    if theirs == ours or not theirs or not ours:
+        return missing, unknown, None
+    differ = theirs ^ ours
+    missing = [key for key in missing if not layers_of([key]) & differ]
+    unknown = [key for key in unknown if not layers_of([key]) & differ]
+    layers = f"layers {numbers(theirs)}, the model has layers {numbers(ours)} (model.overrides.n_layers)."
+    return missing, unknown, layers
+
+
 def _names(given: dict[str, tuple[str, TensorEntry]], shapes: dict[str, tuple[int, ...]]) -> Iterable[str]:
     """Yields a sentence for each way in which names differ."""
-    missing = [key for key in shapes if key not in given]
-    unknown = [key for key in given if key not in shapes]
-    in_files, in_model = layers_of(given), layers_of(shapes)
-    if in_files != in_model and in_files and in_model:
-        yield (
-            f"The files have layers {numbers(in_files)}, the model has layers {numbers(in_model)} "
-            "(model.overrides.n_layers)."
-        )
-        differ = in_files ^ in_model
-        missing = [key for key in missing if not layers_of([key]) & differ]
-        unknown = [key for key in unknown if not layers_of([key]) & differ]
+    missing, unknown, layers = compare_names(given, shapes)
+    if layers:
+        yield f"The files have {layers}"
     if _HEAD in unknown and any(key.endswith(_EMBEDDING) for key in shapes):
         yield (
             f"The files have {_HEAD}, but the model uses its embedding in place of it: set "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from titan_gdn.checkpoint.accounting import layers_of, numbers, some
+from titan_gdn.checkpoint.accounting import compare_names, some
 from titan_gdn.checkpoint.export import recorded_tying
 from titan_gdn.checkpoint.steps import METADATA
 
@@ -104,17 +104,9 @@ def _tying(saved: _Saved, tied: bool) -> Iterator[str]:
 
 def _differences(saved: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
     """Yields a sentence for each way in which names or shapes differ."""
-    missing = [key for key in shapes if key not in saved]
-    unknown = [key for key in saved if key not in shapes]
-    in_step, in_model = layers_of(saved), layers_of(shapes)
-    if in_step != in_model and in_step and in_model:
-        yield (
-            f"the step has layers {numbers(in_step)}, the model has layers {numbers(in_model)} "
-            "(model.overrides.n_layers)."
-        )
-        differ = in_step ^ in_model
-        missing = [key for key in missing if not layers_of([key]) & differ]
-        unknown = [key for key in unknown if not layers_of([key]) & differ]
+    missing, unknown, layers = compare_names(saved, shapes)
+    if layers:
+        yield f"the step has {layers}"
     if missing:
         yield f"tensors of the model are missing in the step: {some(missing)}."
     if unknown:

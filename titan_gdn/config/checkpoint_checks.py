@@ -140,7 +140,8 @@ def _check_export(own: str, step: str | None, config: Trainer.Config) -> None:
     adapter = _adapter(config)
     try:
         if adapter is not None:
-            adapter.hf_shapes()  # each parameter has a name in the files
+            if source is None:  # else the account of its tensors has asked for the names
+                adapter.hf_shapes()
             adapter.beside(None if source is None else ModelDirectory.read(source))
     except ValueError as error:
         raise ConfigError(f"checkpoint.last_save_in_hf = true: {error}") from error

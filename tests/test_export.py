@@ -19,7 +19,7 @@ from titan_gdn import convert
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.checkpoint import export as module
 from titan_gdn.checkpoint.export import Beside, ExportedTensor, ExportError, export, filled
-from titan_gdn.checkpoint.model_directory import ModelDirectory, TensorEntry
+from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError, TensorEntry
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.kimi_linear.state_dict_adapter import published as canonical
 
@@ -487,6 +487,20 @@ def test_a_directory_whose_config_json_says_otherwise_is_not_converted(tmp_path,
         convert.main([str(source), str(tmp_path / "step"), *argv])
     assert "rope_theta = 10000000.0 in the flavor, 10000.0" in capsys.readouterr().err
     assert not (tmp_path / "step").exists()
+
+
+def test_a_conversion_that_is_killed_leaves_nothing_that_is_taken_for_a_model(tmp_path):
+    """Its files have valid headers and their full size before they have values."""
+
+    def killed():
+        yield "a", torch.ones(3)
+        raise KeyboardInterrupt
+
+    tensors = {name: ExportedTensor("F32", (3,)) for name in "ab"}
+    with pytest.raises(KeyboardInterrupt):
+        module.write_one_by_one(str(tmp_path), tensors, killed(), Beside({}))
+    with pytest.raises(ModelDirectoryError):
+        ModelDirectory.read(str(tmp_path))
 
 
 def test_a_tied_model_is_converted_with_both_names_of_its_weight(tmp_path):

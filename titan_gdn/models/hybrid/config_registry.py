@@ -16,6 +16,7 @@ from torchtitan.trainer import Trainer
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.data.text_files import TextFilesDataLoader
 from titan_gdn.models.hybrid.checkpoint_manager import HybridCheckpointManager
+from titan_gdn.models.hybrid.debug import DebugConfig
 
 PATTERNS = (r"(A_log|dt_bias|norm\.weight)$", ".*")
 """Patterns of parameter names: those without weight decay, then the rest."""
@@ -74,6 +75,7 @@ def run_of(spec: ModelSpec, run: RunDefaults) -> Trainer.Config:
         metrics=MetricsProcessor.Config(log_freq=10),
         checkpoint=HybridCheckpointManager.Config(last_save_model_only=False),
         activation_checkpoint=FullAC.Config() if run.full_checkpointing else None,
+        debug=DebugConfig(),
     )
 
 

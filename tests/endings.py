@@ -27,21 +27,18 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        codes: The exit code of each rank, negative for a signal.
+        code: The code of the run: that of the rank that failed first, 0 if none did. Negative for a signal.
+        codes: The exit code of each rank.
         screen: What all ranks wrote to stdout and stderr.
         seconds: How long the run took.
         killed: The ranks that did not end by themselves.
     """
 
+    code: int
     codes: list[int]
     screen: str
     seconds: float
     killed: list[int]
-
-    @property
-    def code(self) -> int:
-        """The code of the run: that of the rank that failed first, 0 if none did."""
-        return next((code for code in self.codes if code), 0)
 
 
 def run(argv, world_size=2, *, prepare=None, act=None, timeout=60):
@@ -68,9 +65,9 @@ def run(argv, world_size=2, *, prepare=None, act=None, timeout=60):
             process.start()
         if act is not None:
             act(processes, lambda: _read(path))
-        killed = _wait(processes, started + timeout)
+        code, killed = _wait(processes, started + timeout)
         seconds = time.monotonic() - started
-        return Ending([process.exitcode for process in processes], _read(path), seconds, killed)
+        return Ending(code, [process.exitcode for process in processes], _read(path), seconds, killed)
 
 
 def after(pattern, do, timeout=60):
@@ -98,10 +95,11 @@ def send(number, *to):
 
 
 def _wait(processes, end):
-    """Wait for all ranks as torchrun does. Return those that had to be killed."""
+    """Wait for all ranks as torchrun does. Return the first code that is not 0, and who had to be killed."""
+    code = 0
     while (alive := _alive(processes)) and time.monotonic() < end:
         multiprocessing.connection.wait([p.sentinel for p in alive], max(0, end - time.monotonic()))
-        if any(p.exitcode for p in processes):
+        if code := next((p.exitcode for p in processes if p.exitcode), 0):
             send(signal.SIGTERM)(_alive(processes))
             grace = time.monotonic() + GRACE
             while _alive(processes) and time.monotonic() < grace:
@@ -111,7 +109,7 @@ def _wait(processes, end):
     for process in processes:
         process.kill()
         process.join()
-    return killed
+    return code, killed
 
 
 def _alive(processes):

@@ -34,6 +34,7 @@ from titan_gdn.layers.norms import GatedRMSNorm
 from titan_gdn.layers.sharding import local_region, set_weights
 from titan_gdn.ops import causal_conv1d
 from titan_gdn.ops.backends import Backend
+from titan_gdn.ops.delta_rule import too_wide
 from titan_gdn.ops.rules import Rule
 from titan_gdn.parallel.exchange.base import Exchange
 from titan_gdn.parallel.exchange.local import NoExchange
@@ -193,7 +194,9 @@ class LinearAttention(Module):
                 channels=self.in_proj_qkv.out_features,
                 kernel_size=self.conv.kernel_size,
                 rule=layer.rule,
-                fla=self.run.kernel != "torch" and layer.rule.fla is not None,
+                fla=self.run.kernel != "torch"
+                and layer.rule.fla is not None
+                and not too_wide(self.key_head_dim),
             )
 
         def set_sharding(self, *, tp: int, enable_sp: bool) -> None:

@@ -15,13 +15,18 @@ MAX_FLA_KEY_DIM = 256
 """The largest key dimension of FLA's kernels."""
 
 NOT_TAKEN = {
-    "chunk_indices": "the operator computes them from cu_seqlens",
     "cp_context": "titan_gdn.parallel.exchange runs a rule over the ranks of context parallelism",
     "chunk_size": "the chunks of both backends have 64 tokens",
     "transpose_state_layout": "FLA has renamed it to state_v_first",
-    "head_first": "tensors are [B, T, H, ...]",
 }
-"""The arguments of both of FLA's functions that the rules do not take, and what to do instead."""
+"""The arguments of FLA's functions that neither rule takes, and what to do instead."""
+
+
+def too_wide(key_dim: int) -> str | None:
+    """Return a sentence that says why FLA's kernels do not take keys of this width, or None if they do."""
+    if key_dim <= MAX_FLA_KEY_DIM:
+        return None
+    return f"FLA's kernels support a key dimension of at most {MAX_FLA_KEY_DIM}, not {key_dim}."
 
 
 def run(
@@ -66,12 +71,8 @@ def run(
     if beta_sigmoid:
         beta = beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid()
         beta = 2 * beta if allow_neg_eigval else beta
-    K = q.shape[-1]
-    scale = K**-0.5 if scale is None else scale
-    too_wide = None
-    if K > MAX_FLA_KEY_DIM:
-        too_wide = f"FLA's kernels support a key dimension of at most {MAX_FLA_KEY_DIM}, not {K}."
-    kernels = resolve(backend, q.device, too_wide)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kernels = resolve(backend, q.device, too_wide(q.shape[-1]))
     if kernels == "torch" or q.shape[0] * q.shape[1] == 0:  # Triton launches no empty grid
         out, final_state, _ = torch_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens_cpu, l2norm)
     else:

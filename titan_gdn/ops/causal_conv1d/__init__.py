@@ -16,6 +16,7 @@ CONV_NOT_TAKEN = {
     "initial_state": "documents start from zeros",
     "output_final_state": "the result is y alone",
     "chunk_indices": "the operator computes them from cu_seqlens",
+    "seq_idx": "cu_seqlens says where documents begin",
     "cp_context": "titan_gdn.parallel.exchange runs the convolution over the ranks of context parallelism",
 }
 """The arguments of FLA's function that `causal_conv1d` does not take, and what to do instead."""
@@ -38,7 +39,7 @@ def causal_conv1d(
     This is not `fla.modules.causal_conv1d.causal_conv1d` (FLA 0.6), from which it differs in these points: it
     returns `y`, not `(y, final_state)`; it applies `silu` without being asked, and no other activation; the
     arguments after `weight` are keywords; `backend` is ours; and FLA's `bias`, `residual`, `initial_state`,
-    `output_final_state`, `chunk_indices` and `cp_context` are not taken.
+    `output_final_state`, `chunk_indices`, `seq_idx` and `cp_context` are not taken.
 
     Args:
         x: `[B, T, D]` channels.

@@ -11,6 +11,12 @@ from titan_gdn.ops.gated_delta_rule.fla_backend import fla_rule_forward
 from titan_gdn.ops.gated_delta_rule.torch_backend import rule_forward
 from titan_gdn.ops.gates import gdn_gate
 
+GDN_NOT_TAKEN = NOT_TAKEN | {
+    "chunk_indices": "the operator computes them from cu_seqlens",
+    "head_first": "tensors are [B, T, H, ...]",
+}
+"""The arguments of FLA's function that `chunk_gated_delta_rule` does not take, and what to do instead."""
+
 
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -39,7 +45,7 @@ def chunk_gated_delta_rule(
     Gated Delta Networks (arXiv 2412.06464), equation 10. Names, shapes and dtypes are those of
     `fla.ops.gated_delta_rule.chunk_gated_delta_rule` (FLA 0.6), so that either function replaces the other,
     except that `backend` is ours, arguments after `use_qk_l2norm_in_kernel` are keywords, and FLA's
-    `chunk_indices`, `cp_context`, `chunk_size`, `transpose_state_layout` and `head_first` are not taken.
+    `cp_context`, `chunk_size`, `chunk_indices`, `head_first` and `transpose_state_layout` are not taken.
 
     Args:
         q: `[B, T, H, K]` queries; `K` is at most 256 in the "fla" backend.
@@ -72,7 +78,7 @@ def chunk_gated_delta_rule(
             run on the device or with these keys.
         TypeError: the argument is not taken.
     """
-    refuse("chunk_gated_delta_rule", others, NOT_TAKEN)
+    refuse("chunk_gated_delta_rule", others, GDN_NOT_TAKEN)
     g = gate(gdn_gate, g, use_gate_in_kernel, A_log, dt_bias)
     return run(
         rule_forward,

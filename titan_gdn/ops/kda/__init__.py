@@ -48,9 +48,9 @@ def chunk_kda(
 
     Kimi Linear (arXiv 2510.26692), equation 1. Names, shapes and dtypes are those of `fla.ops.kda.chunk_kda`
     (FLA 0.6), so that either function replaces the other, except that `backend` is ours, arguments after
-    `use_qk_l2norm_in_kernel` are keywords, and FLA's `chunk_indices`, `cp_context`, `chunk_size`,
-    `transpose_state_layout`, `head_first`, `disable_recompute`, `return_intermediate_states`, `use_graph` and
-    `max_num_seqs` are not taken. The gate needs `A_log` even with a `lower_bound`.
+    `use_qk_l2norm_in_kernel` are keywords, the gate needs `A_log` even with a `lower_bound`, and FLA's
+    `cp_context`, `chunk_size`, `transpose_state_layout`, `disable_recompute`, `return_intermediate_states`,
+    `use_graph` and `max_num_seqs` are not taken.
 
     Args:
         q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,

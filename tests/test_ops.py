@@ -284,6 +284,58 @@ def test_one_token_may_forget_everything(rule, strongest):
     assert max(errors.values()) < 5e-6, errors
 
 
+@pytest.mark.parametrize("decay", [-1e4, -1e16, "mixed"])
+def test_rule_holds_where_every_token_forgets_everything(rule, decay):
+    """mixed: every second head keeps everything."""
+    inputs = rule_inputs(130, R=2, states=1, rule=rule)
+    inputs[3][:] = -1e4 if decay == "mixed" else decay
+    if decay == "mixed":
+        inputs[3][:, :, ::2] = 0
+    errors = rule_errors(inputs)
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_a_document_that_is_not_finite_changes_no_other(rule, value, l2norm):
+    """Outputs, final states and gradients, bit for bit."""
+    offsets = torch.tensor([0, 1, 60, 64, 130, 200])
+    inputs = rule_inputs(200, R=2, states=5, rule=rule)
+    spoiled = [x.clone() for x in inputs]
+    for x in spoiled[:5]:
+        x[:, 60:64] = value
+    spoiled[5][2] = value
+    results = []
+    for given in (inputs, spoiled):
+        given = [x.requires_grad_() for x in given]
+        out, final = getattr(ops, rule)(
+            *given[:5],
+            initial_state=given[5],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=l2norm,
+            cu_seqlens=offsets,
+        )
+        grads = torch.autograd.grad(out.sum() + final.sum(), given)
+        results.append(([out, *grads[:5]], [final, grads[5]]))
+    others = torch.cat([torch.arange(60), torch.arange(64, 200)])
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(a[:, others], b[:, others])
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(a[[0, 1, 3, 4]], b[[0, 1, 3, 4]])
+    assert not results[1][0][0][:, 60:64].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-4, 1e18])
+def test_rule_normalizes_the_smallest_and_the_largest_keys(rule, scale):
+    """Their squares are 0, or the largest that float32 holds: 1e36."""
+    inputs = rule_inputs(70, rule=rule)
+    inputs[0] *= scale
+    inputs[1] *= scale
+    errors = rule_errors(inputs)
+    # Gradients of keys of this size are its inverse: 1e-18 of the others.
+    assert max(errors.values()) < 2e-5, errors
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -18,7 +18,7 @@ MAX_LOG_RATE = 60.0
 """The largest logarithm of a rate."""
 
 STRONGEST = -1e16
-"""The strongest log decay, weaker than `-exp(MAX_LOG_RATE) * softplus(-20)`. Gradients are 0 beyond it."""
+"""The strongest log decay. It is weaker than `-exp(MAX_LOG_RATE) * softplus(-20)`, see `_unbounded`."""
 
 LARGEST = 1e30
 """The largest argument of a gate: sums of many such numbers are finite."""
@@ -110,23 +110,24 @@ def _unbounded(x: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
 
 
 class _Softplus(torch.autograd.Function):
-    """`rate * softplus(x + bias)`, which keeps nothing but its inputs for the backward.
+    """`rate * softplus(x + bias)`, limited.
 
     The gradients of `x` and of `A_log` are at most as large as the log decay, so that their sums over a long
-    sequence are finite too.
+    sequence are finite too. Autograd's own backward would pass over the tensors more often, and keep another.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:  # noqa: D102
-        ctx.save_for_backward(x, rate, bias)
-        softplus = F.softplus((x.float() + bias).clamp_(-LARGEST, LARGEST))
-        return (rate * softplus).clamp_min_(STRONGEST)
+        argument = (x.float() + bias).clamp_(-LARGEST, LARGEST)
+        softplus = F.softplus(argument)
+        g = (rate * softplus).clamp_min_(STRONGEST)
+        ctx.save_for_backward(rate, argument, softplus, g)
+        ctx.dtype, ctx.bias = x.dtype, bias.shape
+        return g
 
     @staticmethod
     def backward(ctx: Any, d_g: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: D102
-        x, rate, bias = ctx.saved_tensors
-        argument = (x.float() + bias).clamp_(-LARGEST, LARGEST)
-        softplus = F.softplus(argument)
-        d_g = d_g.masked_fill(rate * softplus < STRONGEST, 0)
+        rate, argument, softplus, g = ctx.saved_tensors
+        d_g = torch.ops.aten.threshold_backward(d_g, g, STRONGEST)  # 0 where the log decay is limited
         d_x = torch.ops.aten.softplus_backward(d_g * rate, argument, 1, 20)
-        return d_x.to(x.dtype), (d_g * softplus).sum_to_size(rate.shape), d_x.sum_to_size(bias.shape)
+        return d_x.to(ctx.dtype), (d_g * softplus).sum_to_size(rate.shape), d_x.sum_to_size(ctx.bias)

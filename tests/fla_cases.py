@@ -86,10 +86,10 @@ def one_gradient_alone():
 
 def layer(rule, backend, x, weight, cu_seqlens, cu_seqlens_cpu):
     """Both operators as a layer calls them: on slices."""
-    y = causal_conv1d(x, weight, cu_seqlens, cu_seqlens_cpu, backend).unflatten(-1, (2, -1))
+    documents = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
+    y = causal_conv1d(x, weight, backend=backend, **documents).unflatten(-1, (2, -1))
     q, k, v = y.split([4, 4, 8], -1)
     beta = y.mean(-1).sigmoid()
-    documents = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
     if rule == GDN:
         rule, g = chunk_gated_delta_rule, -beta
     else:

@@ -240,6 +240,42 @@ def wrong_orders():
     return said
 
 
+def short_segments():
+    """Return what this rank says of segments that are shorter than the convolution, or unequal."""
+    from titan_gdn.bench.layer import LayerOptions, measure
+    from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
+
+    set_up()
+    mesh = dims(1, 4).get_mesh("cp")
+    _, split = split_layer("gated_delta_net", "state", 1, 4, False, 2, 12)
+    options = LayerOptions(
+        dim=WIDTH, key_heads=GROUPS, value_heads=GROUPS, key_dim=8, value_dim=8, tokens=16, cp=4, repeats=1
+    )
+
+    def forward(tokens, order):
+        mine = torch.arange(tokens * 4)[None]
+        if tokens % 2 == 0:
+            mine = local(mine, 1, 4, False, order)
+        sequence = SequenceLayout.from_positions(mine[:, :tokens], ContextParallel(mesh, order, mesh))
+        split(torch.randn(1, tokens, WIDTH), *split.decay(), sequence=sequence)
+
+    said = []
+    for run in (
+        lambda: forward(4, "headtail"),
+        lambda: forward(2, "contiguous"),
+        lambda: measure(options, "state", True),
+        lambda: measure(options, "state", False),
+        lambda: forward(3, "headtail"),
+        lambda: forward(3, "contiguous"),
+    ):
+        try:
+            run()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def traffic(layer):
     """Return the options and the recorded bytes over CP and TP of each run."""
     from titan_gdn.bench.layer import LayerOptions, measure

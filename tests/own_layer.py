@@ -8,7 +8,6 @@ low-rank, and the rule repeats the decay for every key channel.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torchtitan.models.common import Linear
 
@@ -16,7 +15,7 @@ from titan_gdn.layers.initialization import ONES, linear
 from titan_gdn.layers.linear_attention import Decay, LinearAttention
 from titan_gdn.layers.local_tensor import apply
 from titan_gdn.layers.norms import GatedRMSNorm
-from titan_gdn.ops import chunk_kda
+from titan_gdn.ops import chunk_kda, gdn_gate
 from titan_gdn.ops.flops import chunked_rule_flops
 from titan_gdn.ops.rules import Rule
 
@@ -68,9 +67,9 @@ class OwnLayer(LinearAttention):
     def output_gate(self, x_BLD):
         return apply(self.gate_out, apply(self.gate_in, x_BLD, partial_grad=True))
 
-    def gates(self, products, low_rank_1Tr, rate_N, dt_bias_N, heads):
+    def gates(self, products, low_rank_1Tr, A_log_N, dt_bias_N, heads):
         b_1TN, a_1TN = (products[f"in_proj_{name}"].float().flatten(2) for name in "ba")
-        return rate_N * F.softplus(a_1TN + dt_bias_N), b_1TN.sigmoid()
+        return gdn_gate(a_1TN, A_log_N, dt_bias_N), b_1TN.sigmoid()
 
 
 def as_gated_delta_net(layer, groups):

@@ -67,6 +67,20 @@ def test_a_wrong_order_is_an_error_on_every_rank():
         assert all("did not arrive in the declared order" in error for error in said)
 
 
+def test_segments_shorter_than_the_convolution_are_an_error_on_every_rank():
+    """Outside the trainer and in the bench, which no configuration protects."""
+    for said in ranks.run(layer_cases.short_segments, 4, timeout=60):
+        *short, odd, enough = said
+        lengths = ((16, 8), (8, 4), (16, 8), (16, 8))
+        assert short == [
+            f'exchange = "state": segments of 2 tokens (training.seq_len = {length} over {parts}) are '
+            "shorter than the 3 tokens that the convolution of 4 needs of the segment before"
+            for length, parts in lengths
+        ]
+        assert "3 tokens of each of 4 ranks are not divisible by 2, the segments of a rank" in odd
+        assert enough == "nothing"
+
+
 SHAPE = {
     "width": 32,
     "output": 4 * 24,

@@ -3,6 +3,7 @@
 `TRITON_INTERPRET` must be set before triton is imported, and no other test may see it.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from tests import fla_cases, fla_interpreter
+from tests.compare import RULES, rule_inputs
 from tests.draw import in_sets, selected
-from titan_gdn.ops import backends
+from titan_gdn import ops
+from titan_gdn.ops import backends, delta_rule
 
 TOLERANCE = (
     dict.fromkeys(fla_cases.EXACT, 0.0)
@@ -125,6 +128,52 @@ def test_auto_takes_fla_on_a_gpu_and_pytorch_elsewhere(monkeypatch):
     monkeypatch.setattr(backends, "why_not_fla", lambda device: None)
     chosen = [backends.resolve("auto", torch.device(kind)) for kind in ("cuda", "cpu", "meta")]
     assert chosen == ["fla", "torch", "torch"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_keys_too_wide_for_fla_run_in_pytorch_on_a_gpu(rule, monkeypatch):
+    """The tensors pretend to be on one. "fla" alone is refused."""
+    monkeypatch.setattr(backends, "why_not_fla", lambda device: None)
+    chosen = []
+
+    def on_a_gpu(backend, _, unfit):
+        chosen.append(backends.resolve(backend, torch.device("cuda"), unfit))
+        return "torch"
+
+    monkeypatch.setattr(delta_rule, "resolve", on_a_gpu)
+    backends._warn_once.cache_clear()
+    inputs, function = rule_inputs(5, K=257, rule=rule), getattr(ops, rule)
+    with pytest.warns(UserWarning, match="at most 256, not 257. The PyTorch backend, which is slower"):
+        function(*inputs)
+    with pytest.raises(ValueError, match="backend = 'fla': .* at most 256, not 257. Possible are 'auto'"):
+        function(*inputs, backend="fla")
+    function(*rule_inputs(5, K=256, rule=rule))
+    assert chosen == ["torch", "fla"]
+
+
+def test_a_run_with_keys_too_wide_for_fla_is_refused_before_it_begins(monkeypatch):
+    from titan_gdn.models.hybrid import checks
+    from titan_gdn.models.qwen3_next import Qwen3NextArguments
+
+    monkeypatch.setattr(checks, "why_not_fla", lambda device: None)
+    for width, kernel, says in (
+        (256, "fla", None),
+        (264, "auto", None),
+        (264, "fla", "at most 256, not 264"),
+    ):
+        model = Qwen3NextArguments(linear_key_head_dim=width, n_experts=0).config()
+        layer = next(x.linear_attention for x in model.layers if x.linear_attention is not None)
+        for x in model.layers:
+            if x.linear_attention is not None:
+                x.linear_attention.run = dataclasses.replace(layer.run, kernel=kernel)
+        assert layer.shape().fla == (width == 256)
+        if says is None:
+            checks.check_device(model, [])
+        else:
+            with pytest.raises(
+                ValueError, match=f"linear_attention.kernel = 'fla': .* {says}. Possible here"
+            ):
+                checks.check_device(model, [])
 
 
 def test_without_a_gpu_fla_is_refused_in_a_sentence():

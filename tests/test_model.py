@@ -219,9 +219,9 @@ def decay_bits(argv):
     tp = trainer.parallel_dims.get_optional_mesh("tp")
     size, rank = (tp.size(), tp.get_local_rank()) if tp is not None else (1, 0)
     names = [n.removesuffix(".A_log") for n in whole if n.endswith("A_log")]
-    for name, (rate, bias) in zip(names, seen, strict=False):
+    for name, (seen_A_log, bias) in zip(names, seen, strict=False):
         A_log, dt_bias = (whole[f"{name}.{p}"].chunk(size)[rank] for p in ("A_log", "dt_bias"))
-        same.append(torch.equal(rate, -A_log.exp()) and torch.equal(bias, dt_bias))
+        same.append(torch.equal(seen_A_log, A_log) and torch.equal(bias, dt_bias))
     finite = all(torch.isfinite(x).all() for x in whole.values())
     dtypes = {p.dtype for n, p in model.named_parameters() if "decay" in n}
     return same, set(weights), finite, dtypes

@@ -10,7 +10,7 @@ import torch
 from tests.compare import RULES, relative_error, rule_errors, rule_inputs
 from tests.draw import in_sets
 from titan_gdn import ops
-from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention, kda_gate, naive
+from titan_gdn.ops import causal_conv1d, chunk_gated_delta_rule, document_attention, naive
 from titan_gdn.ops.causal_conv1d import torch_backend as conv_backend
 
 RAGGED = [0, 1, 3, 6, 64, 130, 131, 200]
@@ -48,29 +48,6 @@ def test_kda_holds_for_the_strongest_decays(decay):
         inputs[3].fill_(decay)
     errors = rule_errors(inputs)
     assert max(errors.values()) < 5e-6, errors
-
-
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_gate_of_kda_is_the_published_formula(lower_bound):
-    x, A_log, dt_bias = torch.randn(5, 3, 4) * 3, torch.rand(3) * 2.7, torch.randn(3, 4)
-    rate = A_log.double().exp()[:, None]
-    biased = x.double() + dt_bias
-    expected = (
-        -rate * (1 + biased.exp()).log()
-        if lower_bound is None
-        else lower_bound / (1 + (-rate * biased).exp())
-    )
-    assert relative_error(kda_gate(x, -A_log.exp(), dt_bias, lower_bound), expected) < 1e-6
-
-
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_gradients_of_a_saturated_gate_are_finite(lower_bound):
-    inputs = [torch.tensor([[-1e4, -80.0, 0.0, 80.0, 1e4]]), torch.tensor([-16.0]), torch.zeros(1, 5)]
-    inputs = [x.requires_grad_() for x in inputs]
-    g = kda_gate(*inputs, lower_bound)
-    assert g.isfinite().all() and (g <= 0).all() and (lower_bound is None or (g >= lower_bound).all())
-    for grad in torch.autograd.grad(g.sum(), inputs):
-        assert grad.isfinite().all()
 
 
 def test_rule_takes_more_documents_than_run_at_once(rule):
@@ -156,7 +133,7 @@ def test_operators_pass_opcheck(operator, args):
 
 def test_a_layer_of_operators_compiles_without_a_graph_break():
     def layer(x, weight, cu_seqlens, cu_seqlens_cpu):
-        y = causal_conv1d(x, weight, cu_seqlens).unflatten(-1, (2, -1))
+        y = causal_conv1d(x, weight, cu_seqlens=cu_seqlens).unflatten(-1, (2, -1))
         gate = y.float().mean(-1)
         out, _ = chunk_gated_delta_rule(
             y, y, y, -gate.square(), gate.sigmoid(), cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu
@@ -185,7 +162,8 @@ def test_convolution_is_the_sum_over_the_past_of_the_document(kernel, cu_seqlens
     x = torch.randn(1, RAGGED[-1], 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, kernel, dtype=torch.float64, requires_grad=True)
     offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens)
-    out, expected = causal_conv1d(x, weight, offsets), naive.causal_conv1d(x, weight, offsets)
+    out = causal_conv1d(x, weight, cu_seqlens=offsets)
+    expected = naive.causal_conv1d(x, weight, offsets)
     d_out = torch.randn_like(out)
     assert relative_error(out, expected) < 1e-14
     for a, b in zip(*(torch.autograd.grad(y, (x, weight), d_out) for y in (out, expected)), strict=True):
@@ -304,6 +282,59 @@ def test_one_token_may_forget_everything(rule, strongest):
     inputs[3][:, 40] = strongest
     errors = rule_errors(inputs)
     assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize("decay", [-1e4, -1e16, "mixed"])
+def test_rule_holds_where_tokens_forget_everything(rule, decay):
+    """All of them, or every fifth, whose decays are far larger than those of the others in a sum."""
+    inputs = rule_inputs(130, R=2, states=1, rule=rule)
+    if decay == "mixed":
+        inputs[3][:, ::5] = -1e4
+    else:
+        inputs[3].fill_(decay)
+    errors = rule_errors(inputs)
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_a_document_that_is_not_finite_changes_no_other(rule, value, l2norm):
+    """Outputs, final states and gradients, bit for bit. The first token stands in for padding."""
+    offsets = torch.tensor([0, 1, 60, 64, 130, 200])
+    inputs = rule_inputs(200, R=2, states=5, rule=rule)
+    spoiled = [x.clone() for x in inputs]
+    for x in spoiled[:5]:
+        x[:, :1] = x[:, 60:64] = value
+    spoiled[5][[0, 2]] = value
+    results = []
+    for given in (inputs, spoiled):
+        given = [x.requires_grad_() for x in given]
+        out, final = getattr(ops, rule)(
+            *given[:5],
+            initial_state=given[5],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=l2norm,
+            cu_seqlens=offsets,
+        )
+        grads = torch.autograd.grad(out.sum() + final.sum(), given)
+        results.append(([out, *grads[:5]], [final, grads[5]]))
+    others = torch.cat([torch.arange(1, 60), torch.arange(64, 200)])
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(a[:, others], b[:, others])
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(a[[1, 3, 4]], b[[1, 3, 4]])
+    assert not results[1][0][0][:, 60:64].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-4, 1e18])
+def test_rule_normalizes_the_smallest_and_the_largest_keys(rule, scale):
+    """Their squares are 0, or the largest that float32 holds: 1e36."""
+    inputs = rule_inputs(70, rule=rule)
+    inputs[0] *= scale
+    inputs[1] *= scale
+    errors = rule_errors(inputs)
+    # Gradients of keys of this size are its inverse: 1e-18 of the others.
+    assert max(errors.values()) < 2e-5, errors
 
 
 @pytest.mark.parametrize(

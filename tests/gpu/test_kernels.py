@@ -78,7 +78,7 @@ def layer(backend, inputs, x, weight, offsets):
     device, host = (None, None) if offsets is None else offsets
     inputs = [y.detach().requires_grad_() for y in (*inputs, x, weight)]
     *rule_arguments, x, weight = inputs
-    y = causal_conv1d(x, weight, device, host, backend)
+    y = causal_conv1d(x, weight, cu_seqlens=device, cu_seqlens_cpu=host, backend=backend)
     rule, flags = ops.chunk_gated_delta_rule, {}
     if rule_arguments[3].ndim == 4:
         rule, flags = ops.chunk_kda, {"safe_gate": True}

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models.common import Linear
 
@@ -11,6 +10,7 @@ from titan_gdn.layers.initialization import ONES, linear
 from titan_gdn.layers.linear_attention import Decay, LinearAttention, Widths
 from titan_gdn.layers.local_tensor import apply
 from titan_gdn.layers.norms import GatedRMSNorm
+from titan_gdn.ops import gdn_gate
 from titan_gdn.ops.rules import GATED_DELTA_RULE
 
 
@@ -61,13 +61,13 @@ class GatedDeltaNet(LinearAttention):
         self,
         products: dict[str, Tensor],
         low_rank_1Tr: None,
-        rate_N: Tensor,
+        A_log_N: Tensor,
         dt_bias_N: Tensor,
         heads: slice,
     ) -> tuple[Tensor, Tensor]:
-        """Returns `g = rate * softplus(a + dt_bias)` and `beta = sigmoid(b)`, both `[1, T, N]` in float32."""
+        """Returns `g = gdn_gate(a)` and `beta = sigmoid(b)`, both `[1, T, N]` in float32."""
         b_1TN, a_1TN = (x.flatten(2) for x in products["in_proj_ba"].float().chunk(2, -1))
-        return rate_N * F.softplus(a_1TN + dt_bias_N), b_1TN.sigmoid()
+        return gdn_gate(a_1TN, A_log_N, dt_bias_N), b_1TN.sigmoid()
 
 
 @torch.no_grad()

@@ -109,14 +109,14 @@ class KimiDeltaAttention(LinearAttention):
         self,
         products: dict[str, Tensor],
         low_rank_1Tr: Tensor,
-        rate_N: Tensor,
+        A_log_N: Tensor,
         dt_bias_N: Tensor,
         heads: slice,
     ) -> tuple[Tensor, Tensor]:
         """Returns `g = kda_gate(f_b(low_rank))` `[1, T, N, K]` and `beta = sigmoid(b)` `[1, T, N]`."""
         K = self.key_head_dim
         f = apply(self.f_b, low_rank_1Tr, rows=slice(heads.start * K, heads.stop * K))
-        g = kda_gate(f.unflatten(-1, (-1, K)), rate_N, dt_bias_N.view(-1, K), self.lower_bound)
+        g = kda_gate(f.unflatten(-1, (-1, K)), A_log_N, dt_bias_N.view(-1, K), self.lower_bound)
         return g, products["in_proj_b"].flatten(2).float().sigmoid()
 
     def run_rule(self, *inputs: Tensor, **kernel: Any) -> tuple[Tensor, Tensor | None]:

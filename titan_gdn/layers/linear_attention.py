@@ -34,6 +34,7 @@ from titan_gdn.layers.norms import GatedRMSNorm
 from titan_gdn.layers.sharding import local_region, set_weights
 from titan_gdn.ops import causal_conv1d
 from titan_gdn.ops.backends import Backend
+from titan_gdn.ops.delta_rule import too_wide
 from titan_gdn.ops.rules import Rule
 from titan_gdn.parallel.exchange.base import Exchange
 from titan_gdn.parallel.exchange.local import NoExchange
@@ -112,8 +113,8 @@ class Decay(Module):
         self.dt_bias = nn.Parameter(torch.empty(config.n_value_heads * config.channels, dtype=torch.float32))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Returns the rate `-exp(A_log)` `[N]` and the bias `dt_bias` `[N * channels]`, both float32."""
-        return -self.A_log.exp(), self.dt_bias.clone()
+        """Returns `A_log` `[N]` and `dt_bias` `[N * channels]`, both float32."""
+        return self.A_log.clone(), self.dt_bias.clone()
 
 
 class GroupedConv(Module):
@@ -193,7 +194,9 @@ class LinearAttention(Module):
                 channels=self.in_proj_qkv.out_features,
                 kernel_size=self.conv.kernel_size,
                 rule=layer.rule,
-                fla=self.run.kernel != "torch" and layer.rule.fla is not None,
+                fla=self.run.kernel != "torch"
+                and layer.rule.fla is not None
+                and not too_wide(self.key_head_dim),
             )
 
         def set_sharding(self, *, tp: int, enable_sp: bool) -> None:
@@ -215,7 +218,7 @@ class LinearAttention(Module):
             self.decay.sharding_config = ShardingConfig(
                 state_shardings={"A_log": per_head, "dt_bias": per_head}
             )
-            self.sharding_config = local_region(enable_sp, "x_BLD", rate_N=per_head, dt_bias_N=per_head)
+            self.sharding_config = local_region(enable_sp, "x_BLD", A_log_N=per_head, dt_bias_N=per_head)
 
     @classmethod
     def configure(cls, widths: Widths, **own: Any) -> Config:
@@ -271,7 +274,7 @@ class LinearAttention(Module):
         self,
         products: dict[str, Tensor],
         low_rank_1Tr: Tensor | None,
-        rate_N: Tensor,
+        A_log_N: Tensor,
         dt_bias_N: Tensor,
         heads: slice,
     ) -> tuple[Tensor, Tensor]:
@@ -281,7 +284,7 @@ class LinearAttention(Module):
             products: outputs of the linears in `exchanged` after `in_proj_qkv` by name, each
                 `[1, T, g, rows of a group]`.
             low_rank_1Tr: output of the linear `low_rank`, `[1, T, r]`, None if there is none.
-            rate_N: decay rates of these heads, the first result of `Decay`, `[N]`.
+            A_log_N: logarithms of the decay rates of these heads, the first result of `Decay`, `[N]`.
             dt_bias_N: biases of these heads, the second result of `Decay`, `[N * channels]`.
             heads: indices of these heads among the value heads of the TP rank.
 
@@ -332,14 +335,14 @@ class LinearAttention(Module):
         self.exchange = make_exchange(self.run.exchange, cp_mesh, tp_mesh, self.run.regather)
 
     def forward(
-        self, x_BLD: Tensor, rate_N: Tensor, dt_bias_N: Tensor, *, sequence: SequenceLayout
+        self, x_BLD: Tensor, A_log_N: Tensor, dt_bias_N: Tensor, *, sequence: SequenceLayout
     ) -> Tensor:
         """Mixes the tokens of each document.
 
         Args:
             x_BLD: hidden states of this rank's tokens, `[B, L, D]`, or `[B, L / tp, D]` if they are sharded
                 over TP.
-            rate_N: decay rates, the first result of `self.decay()` in this forward, `[N]`.
+            A_log_N: logarithms of the decay rates, the first result of `self.decay()` in this forward, `[N]`.
             dt_bias_N: biases of the decay, the second result, `[N * channels]`.
             sequence: the documents of this forward.
 
@@ -355,7 +358,7 @@ class LinearAttention(Module):
         )
         biases = slice(heads.start * self.decay.channels, heads.stop * self.decay.channels)
         out_BTNV = self.mix(
-            y_BTgW, low_rank_BTr, conv_GWC[groups], rate_N[heads], dt_bias_N[biases], heads, sequence
+            y_BTgW, low_rank_BTr, conv_GWC[groups], A_log_N[heads], dt_bias_N[biases], heads, sequence
         )
         out_BLNV = self.exchange.to_tokens(out_BTNV, sequence)
         gate_BLNV = self.output_gate(x_local_BLD).unflatten(-1, (-1, self.value_head_dim))
@@ -374,7 +377,7 @@ class LinearAttention(Module):
         y_BTgW: Tensor,
         low_rank_BTr: Tensor | None,
         conv_gWC: Tensor,
-        rate_N: Tensor,
+        A_log_N: Tensor,
         dt_bias_N: Tensor,
         heads: slice,
         sequence: SequenceLayout,
@@ -385,7 +388,7 @@ class LinearAttention(Module):
             y_BTgW: outputs of the linears in `exchanged`, `[B, T, g, W + E]`.
             low_rank_BTr: output of the linear `low_rank`, `[B, T, r]`, None if there is none.
             conv_gWC: kernels of the convolution, `[g, W, C]`.
-            rate_N: decay rates of these heads, `[N]`.
+            A_log_N: logarithms of the decay rates of these heads, `[N]`.
             dt_bias_N: biases of the decay of these heads, `[N * channels]`.
             heads: indices of these heads among the value heads of the TP rank.
             sequence: the documents of this forward.
@@ -406,7 +409,7 @@ class LinearAttention(Module):
         q, k, v = qkv_1TgW.split([K, K, width - 2 * K], -1)
         v_1TNV = v.unflatten(-1, (-1, V)).flatten(2, 3)
         low_rank_1Tr = None if low_rank_BTr is None else low_rank_BTr.flatten(0, 1).unsqueeze(0)
-        g, beta = self.gates(products, low_rank_1Tr, rate_N, dt_bias_N, heads)
+        g, beta = self.gates(products, low_rank_1Tr, A_log_N, dt_bias_N, heads)
         rule = partial(self.run_rule, use_qk_l2norm_in_kernel=True, backend=self.run.kernel)
         out_1TNV = self.exchange.recur(rule, q, k, v_1TNV, g, beta, sequence)
         return out_1TNV.reshape(batch, length, -1, V)

@@ -16,26 +16,27 @@ Backend = Literal["auto", "fla", "torch"]
 OLDEST_FLA = "0.6"
 
 
-def resolve(backend: Backend, device: torch.device) -> Literal["fla", "torch"]:
+def resolve(backend: Backend, device: torch.device, unfit: str | None = None) -> Literal["fla", "torch"]:
     """Choose the backend for tensors on a device.
 
     Args:
         backend: "fla", "torch", or "auto", which chooses FLA's kernels on a GPU that can run them and PyTorch
             elsewhere. On a GPU that cannot run them, it warns once and says why.
         device: the device of the tensors.
+        unfit: a sentence that says why FLA's kernels take these tensors on no device, None if they do.
 
     Raises:
-        ValueError: the backend is unknown, or it is "fla" and FLA's kernels cannot run on the device.
+        ValueError: the backend is unknown, or it is "fla" and FLA's kernels cannot run.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend {backend!r} is unknown: expected 'auto', 'fla' or 'torch'")
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch"
-    reason = why_not_fla(device)
+    reason = unfit or why_not_fla(device)
     if reason is None:
         return "fla"
     if backend == "fla":
-        raise ValueError(f"backend = 'fla': {reason}")
+        raise ValueError(f"backend = 'fla': {reason} Possible are 'auto' and 'torch'.")
     _warn_once(reason)
     return "torch"
 

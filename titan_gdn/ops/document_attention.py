@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from titan_gdn.ops.arguments import check_tensors
+from titan_gdn.ops.documents import CPU, check_documents, check_indices
+
 QUERIES = 128
 """The most queries of a block."""
 
@@ -36,14 +39,32 @@ def document_attention(
 
     Returns:
         `[B, L, N, V]` in the dtype of `q`, computed in float32, or in float64 for float64 inputs.
+
+    Raises:
+        ValueError: the shapes, dtypes or devices do not fit.
     """
+    _check(q, k, v)
     batch, length = k.shape[:2]
+    for name, x in (("cu_seqlens_cpu", cu_seqlens_cpu), ("tokens_cpu", tokens_cpu)):
+        if x is not None:
+            check_indices(name, x, CPU)
     if cu_seqlens_cpu is None:
         cu_seqlens_cpu = torch.arange(batch + 1) * length
     if tokens_cpu is not None:
         tokens_cpu = (torch.arange(batch)[:, None] * length + tokens_cpu).flatten()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return attention_forward(q, k, v, scale, cu_seqlens_cpu, tokens_cpu)[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    check_tensors(q=q, k=k, v=v)
+    fits = q.ndim == k.ndim == v.ndim == 4 and all(n > 0 for n in (*q.shape[2:], *k.shape[2:], *v.shape[2:]))
+    fits = fits and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not fits or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q {tuple(q.shape)} must be [B, T, N, H], k {tuple(k.shape)} [B, T, M, H] and v "
+            f"{tuple(v.shape)} [B, T, M, V], where N is a multiple of M, and all but B and T are at least 1"
+        )
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
@@ -89,11 +110,15 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens_cpu: Tensor, tokens_cpu: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute the output `[B, L, N, V]` and the log-sum-exp of each query's scores `[B*L, M, G]`."""
+    check_documents(cu_seqlens_cpu, k.shape[0] * k.shape[1])
+    tokens = k.shape[0] * k.shape[1] if tokens_cpu is None else len(tokens_cpu)
+    if q.shape[0] * q.shape[1] != tokens:
+        raise ValueError(f"q {tuple(q.shape)} must be [B, L, N, H] for {tokens} tokens in all rows")
     dtype = _compute_dtype(q)
     q_TMGH, k_TM1H, v_TM1V = _fold(q, k, v)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(q_TMGH.shape[:3], dtype=dtype)
-    out_TMGV = out.view(*q_TMGH.shape[:3], -1)
+    out_TMGV = out.view(*q_TMGH.shape[:3], v.shape[-1])
     with torch.autocast(q.device.type, enabled=False):
         for rows, keys, hidden in _blocks(cu_seqlens_cpu, tokens_cpu, q.device):
             scores = _scores(q_TMGH, k_TM1H, rows, keys, hidden, scale, dtype)

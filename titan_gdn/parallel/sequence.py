@@ -65,8 +65,9 @@ class SequenceLayout(NamedTuple):
             context_parallel: how the sequence is sharded.
 
         Raises:
-            ValueError: on all ranks, if a position does not follow its predecessor in the declared order.
-                This finds most wrong orders but not all: documents may end exactly where shards do.
+            ValueError: on all ranks, if the segments of a rank are not equally long, or if a position does
+                not follow its predecessor in the declared order. This finds most wrong orders but not all:
+                documents may end exactly where shards do.
         """
         device = positions.device
         if context_parallel is None:
@@ -75,6 +76,12 @@ class SequenceLayout(NamedTuple):
             return cls(offsets.to(device, non_blocking=True), offsets)
         mesh, order = context_parallel.mesh, context_parallel.order
         cp, rank = mesh.size(), mesh.get_local_rank()
+        parts = shares(cp, order)
+        if positions.shape[1] % parts.shape[1]:
+            raise ValueError(
+                f"{positions.shape[1]} tokens of each of {cp} ranks are not divisible by {parts.shape[1]}, "
+                f"the segments of a rank in the order {order!r}"
+            )
         to_shards = shard_order(positions.shape[1] * cp, cp, order)
         from_shards = None
         positions = wait_tensor(all_gather_single(positions.contiguous(), 1, mesh))
@@ -89,7 +96,7 @@ class SequenceLayout(NamedTuple):
             from_shards=from_shards,
             to_shards=None if from_shards is None else to_shards.to(device, non_blocking=True),
             tokens_cpu=to_shards.view(cp, -1)[rank],
-            segments=Segments.from_starts(starts_cpu, shares(cp, order), rank).to(device),
+            segments=Segments.from_starts(starts_cpu, parts, rank).to(device),
         )
 
 

@@ -18,6 +18,7 @@ from titan_gdn.models.hybrid.config_registry import PATTERNS
 from titan_gdn.models.hybrid.exchange_choice import batch_of, choice_of, recomputes
 from titan_gdn.models.hybrid.pipeline import check_pipeline, stages_of
 from titan_gdn.ops.backends import why_not_fla
+from titan_gdn.ops.delta_rule import too_wide
 from titan_gdn.parallel.exchange.registry import impossible
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def check_device(model: Decoder.Config, converters: list[QuantizationConverter.C
         ValueError: says what does not run on this machine, why, and what is possible.
     """
     kernel = next((layer.run.kernel for layer in linear_layers(model.layers)), "auto")
-    if kernel == "fla" and (reason := why_not_fla(torch.device(device_type))):
+    widest = max((kind.key_head_dim for kind in linear_kinds(model.layers)), default=0)
+    if kernel == "fla" and (reason := why_not_fla(torch.device(device_type)) or too_wide(widest)):
         raise ValueError(f"linear_attention.kernel = 'fla': {reason} Possible here are 'auto' and 'torch'.")
     quantize.check_device(converters)
 

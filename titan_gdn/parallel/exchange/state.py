@@ -53,6 +53,8 @@ class StatePassing(LocalTokens):
         assert segments is not None, "the layout was built without CP"
         x_SlW = x.reshape(segments.first.shape[0], -1, width)
         length = x_SlW.shape[1]
+        if reason := _too_short(length, segments.goes_on.shape[0], reach):
+            raise ValueError(f'exchange = "state": {reason}')
         if reach:
             x_SlW = torch.cat([self._before(x_SlW[:, length - reach :], segments), x_SlW], 1)
 
@@ -133,13 +135,7 @@ class StatePassing(LocalTokens):
         if reason := heads_over_tp(shape, batch):
             return reason
         parts = batch.cp * batch.segments
-        segment, halo = batch.length // parts, shape.kernel_size - 1
-        if segment >= halo:
-            return None
-        return (
-            f"segments of {segment} tokens (training.seq_len = {batch.length} over {parts}) are shorter than "
-            f"the {halo} tokens that the convolution of {shape.kernel_size} needs of the segment before"
-        )
+        return _too_short(batch.length // parts, parts, shape.kernel_size - 1)
 
     @staticmethod
     def traffic(shape: LayerShape, batch: ShardedBatch) -> Traffic:
@@ -181,6 +177,16 @@ class StatePassing(LocalTokens):
             collected=gathered + batch.itemsize * cp * halo_rows * (shape.channels // tp),
             computed=outputs + rows,
         )
+
+
+def _too_short(segment: int, parts: int, reach: int) -> str | None:
+    """Why segments of so many tokens, so many in a row, are too short. None if they are not."""
+    if segment >= reach:
+        return None
+    return (
+        f"segments of {segment} tokens (training.seq_len = {segment * parts} over {parts}) are shorter than "
+        f"the {reach} tokens that the convolution of {reach + 1} needs of the segment before"
+    )
 
 
 class _Link(torch.autograd.Function):

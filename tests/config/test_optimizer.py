@@ -66,8 +66,8 @@ def test_an_unknown_argument_of_the_optimizer_lists_arguments_and_fields(error):
 
 
 def test_values_that_the_optimizer_refuses_are_an_error_before_there_are_weights(error):
-    assert "run.toml: [optimizer]: Invalid learning rate: -1.0" in error("[optimizer]\nlr = -1")
-    assert "[optimizer]: Invalid beta parameter" in error("", "--optimizer.betas", "0.9", "1.5")
+    assert "run.toml: optimizer.lr = -1.0: expected at least 0" in error("[optimizer]\nlr = -1")
+    assert "optimizer.betas = (0.9, 1.5): expected two numbers from 0 to below 1" in error("", "--optimizer.betas", "0.9", "1.5")
     assert "Invalid epsilon" in error(f"{GROUP}optimizer_kwargs = {{lr = 1, eps = -1}}")
 
 

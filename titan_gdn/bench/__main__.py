@@ -1,12 +1,14 @@
 """The command `python -m titan_gdn.bench`."""
 
 import io
+import operator
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
+from itertools import dropwhile, takewhile
 from typing import NoReturn
 
 import tyro
@@ -69,10 +71,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _sentence(box: str) -> str:
-    """What tyro says in a box, above its first line, without the options that it lists."""
-    lines = [line.strip("│ ") for line in box.splitlines()[1:]]
-    rule = next((i for i, line in enumerate(lines) if line.startswith("─")), len(lines))
-    return " ".join(lines[:rule]).rstrip(".") + "."
+    """What tyro says in a box, below the title and above the next rule, which is followed by options."""
+    lines = [line.strip("│─-╰╯ ") for line in box.splitlines()[1:]]
+    return " ".join(takewhile(bool, dropwhile(operator.not_, lines))).rstrip(".") + "."
 
 
 def _refuse(problem: str) -> NoReturn:

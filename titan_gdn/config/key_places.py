@@ -22,12 +22,12 @@ def with_places(error: UnknownKeyError, config: Trainer.Config) -> ConfigError:
         error: The error without them.
         config: The defaults of the model that is configured.
     """
-    key = error.given.path[-1]
-    places = [f"{section}.{key}" for section, keys in _sections(config) if key in keys]
-    if not places:
+    *section, key = error.given.path
+    found = [name for name, keys in _sections(config) if key in keys]
+    if not found or ".".join(section) in found:  # the latter: it is a key of another mode of its section
         return error
-    what = "section" if len(error.given.path) == 1 else f"key of [{'.'.join(error.given.path[:-1])}]"
-    return error.given.error(f'"{key}" is no {what}. Did you mean {" or ".join(dict.fromkeys(places))}?')
+    places = " or ".join(f"{name}.{key}" for name in dict.fromkeys(found))
+    return error.given.error(f'unknown {"key" if section else "section"} "{key}". Did you mean {places}?')
 
 
 def _sections(config: Trainer.Config) -> Iterator[tuple[str, Collection[str]]]:

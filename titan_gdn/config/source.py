@@ -174,9 +174,7 @@ def _tables(file: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{COMMAND_LINE}: --job.config_file {file}: {error.strerror}") from None
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content:
-        raise ConfigError(
-            f"{file}: this is UTF-16 or binary, but TOML is text in UTF-8: save the file as UTF-8"
-        )
+        raise ConfigError(f"{file}: this is not TOML but UTF-16 or binary; save it as text in UTF-8")
     try:
         return tomli.loads(content.decode("utf-8-sig"))  # some editors begin UTF-8 with a byte-order mark
     except UnicodeDecodeError as error:

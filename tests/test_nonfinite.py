@@ -90,7 +90,7 @@ CASES = {
         "layers.1.feed_forward", "output", 1, 2,
         "--parallelism.context_parallel_degree 2 --activation_checkpoint.mode selective",
     ),
-    "gradient": ("layers.2.attn_norm", "gradient", 0, 1, ""),
+    "gradient": ("layers.2.feed_forward", "gradient", 0, 1, ""),
     "parameter": ("layers.2.feed_forward.w1.weight", "parameter", 0, 1, "--activation_checkpoint.mode full"),
     "pp, first stage": ("layers.0.feed_forward", "output", 0, 2, "--parallelism.pipeline_parallel_degree 2"),
     "pp, last stage": ("layers.3.feed_forward", "gradient", 1, 2, "--parallelism.pipeline_parallel_degree 2"),

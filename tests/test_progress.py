@@ -144,8 +144,8 @@ def test_a_run_shows_the_line_on_a_terminal_alone(tmp_path, on_terminal):
     ours, theirs = pty.openpty()
     argv = [
         sys.executable, "-m", "titan_gdn.train", "--job.config_file", "train_configs/qwen3_next_debug.toml",
-        "--training.steps", "1", "--training.seq_len", "4096", "--training.global_batch_size", "16",
-        "--training.local_batch_size", "8", "--job.dump_folder", str(tmp_path), "--checkpoint.no-enable",
+        "--training.steps", "1", "--training.seq_len", "2048", "--training.global_batch_size", "8",
+        "--training.local_batch_size", "4", "--job.dump_folder", str(tmp_path), "--checkpoint.no-enable",
     ]  # fmt: skip
     stderr = theirs if on_terminal else subprocess.PIPE
     environment = os.environ | {"MASTER_PORT": "29711"}

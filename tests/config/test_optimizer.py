@@ -157,3 +157,9 @@ def test_a_number_outside_its_range_names_its_key(error, key, value, expected):
 def test_what_pytorch_would_refuse_to_build_is_an_error_before_the_run(error, text, problem):
     message = error(f"[optimizer]\n{text}")
     assert "optimizer.implementation = " in message and problem in message
+
+
+def test_states_in_bfloat16_need_a_gpu(error, monkeypatch):
+    monkeypatch.setattr("titan_gdn.config.machine_checks.device_type", "cpu")
+    message = error('[optimizer]\nimplementation = "fused_opt_states_bf16"')
+    assert "needs a GPU. Possible: for-loop, foreach, fused." in message

@@ -183,3 +183,12 @@ def test_errors_of_torchtitan_name_the_key_that_they_are_of(error):
     assert "debug.batch_invariant = true: " in error("[debug]\nbatch_invariant = true")
     message = error("[compile]\nenable_async_tensor_parallel = true")
     assert "compile.enable_async_tensor_parallel = true: " in message
+
+
+@pytest.mark.parametrize("section", ["dataloader", "validator.dataloader"])
+def test_what_workers_do_needs_workers(error, load, section):
+    head = f"[validator]\nenable = true\nsteps = 1\n[{section}]\n"
+    for key, value in (("num_workers", -1), ("prefetch_factor", 2), ("persistent_workers", "true")):
+        assert f"{section}.{key} = {value}: " in error(f"{head}{key} = {value}")
+    assert f"{section}.prefetch_factor = 0: " in error(f"{head}num_workers = 1\nprefetch_factor = 0")
+    load(f"{head}num_workers = 1\nprefetch_factor = 2\npersistent_workers = true")

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import is_dataclass
+from types import NoneType
 from typing import Any
 
 from torchtitan.trainer import Trainer
@@ -39,8 +40,8 @@ def _sections(config: Trainer.Config) -> Iterator[tuple[str, Collection[str]]]:
     yield "model.overrides", fields_of(type(next(iter(flavors.values())).arguments))
     yield from _nested("linear_attention", LinearAttentionConfig())
     yield "optimizer", ["name", *optimizer_kwargs("AdamW")]
-    for policy in filter(is_dataclass, POLICIES.values()):
-        yield "activation_checkpoint", ["mode", *fields_of(policy)]
+    for policy in POLICIES.values():
+        yield "activation_checkpoint", ["mode", *(() if policy is NoneType else fields_of(policy))]
     for part, kinds in PARTS.items():
         for kind in kinds.values():
             yield f"quantize.{part}", ["name", *fields_of(kind)]

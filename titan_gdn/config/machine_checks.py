@@ -37,6 +37,11 @@ def _check_without_gpu(config: Trainer.Config) -> None:
         raise ConfigError(
             "profiler.enable_memory_snapshot = true: it records GPU memory, and there is no GPU; remove it"
         )
+    if config.optimizer.implementation == "fused_opt_states_bf16":
+        raise ConfigError(
+            'optimizer.implementation = "fused_opt_states_bf16" needs a GPU. Possible: for-loop, foreach, '
+            "fused."
+        )
     if getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
         raise ConfigError(
             'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Possible: disabled, async.'

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import ParallelismConfig
 from torchtitan.trainer import Trainer
 
@@ -62,6 +63,9 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
     shard = _check_degrees(config.parallelism, world_size)
     _check_sizes(config, world_size)
     _check_numbers(config)
+    _check_workers("dataloader", config.dataloader)
+    if config.validator.enable:
+        _check_workers("validator.dataloader", config.validator.dataloader)
     _check_supported(config, world_size)
     resolved = replace(config.parallelism, data_parallel_shard_degree=shard)
     _raised(_model(config).check, replace(config, parallelism=resolved))
@@ -226,7 +230,6 @@ def _check_numbers(config: Trainer.Config) -> None:
         ("profiler", "profiler_skip_first_wait", 0),
         ("profiler", "memory_snapshot_max_entries", 1),
         ("profiler", "memory_snapshot_freq", 1),
-        ("dataloader", "num_workers", 0),
     ):
         value = getattr(getattr(config, section), key, None)
         if value is not None and value < least:
@@ -250,4 +253,21 @@ def _check_numbers(config: Trainer.Config) -> None:
         raise ConfigError(
             f"validator.steps = {validator.steps} reads the data to their end, but "
             "validator.dataloader.infinite = true has no end: set a number of steps, or infinite = false"
+        )
+
+
+def _check_workers(section: str, loader: BaseDataLoader.Config) -> None:
+    """Check what PyTorch's data loader would refuse when it is built."""
+    workers = getattr(loader, "num_workers", 0)
+    if workers < 0:
+        raise ConfigError(f"{section}.num_workers = {workers}: expected at least 0")
+    prefetched = getattr(loader, "prefetch_factor", None)
+    if prefetched is not None and (prefetched < 1 or not workers):
+        raise ConfigError(
+            f"{section}.prefetch_factor = {prefetched}: expected at least 1, and {section}.num_workers of at "
+            "least 1, whose batches it counts"
+        )
+    if getattr(loader, "persistent_workers", False) and not workers:
+        raise ConfigError(
+            f"{section}.persistent_workers = true: {section}.num_workers = 0 leaves no workers to keep"
         )

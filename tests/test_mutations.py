@@ -1,14 +1,16 @@
-"""A model directory with one thing changed is refused in one sentence, or is the model of transformers."""
+"""A model directory or a file with one thing changed is refused in one sentence, or is as it says."""
 
 import json
 import random
+import re
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from tests import hf, test_accounting, test_hf_config
-from titan_gdn.config.load import ConfigError, load_config
+from titan_gdn.config import reference
+from titan_gdn.config.load import ConfigError, defaults, load_config
 from titan_gdn.models.hybrid.hf_config import CHANGE_NOTHING
 
 saved = test_accounting.saved
@@ -81,3 +83,52 @@ def test_a_mutated_directory_is_never_another_model(saved, family, n, tmp_path):
         expected = logits_of_transformers(weights, family, saved, tokens)
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4, msg=what)
     assert 0 < len(accepted) < n / 2
+
+
+NOWHERE_VALID = ["-inf", "nan", "1e300", f"{2**70}", '"\\u0000"']
+EXTREME = [*NOWHERE_VALID, "inf", "-1", "0", f"{2**62}", '""', "true", "[]", "{}"]
+
+
+def keys_of(family, flavor):
+    """Every section and key of the reference."""
+    section, keys = None, []
+    for line in "\n".join(reference.lines(defaults(family, flavor), family, flavor)).splitlines():
+        if header := re.fullmatch(r"\[(.+)\]", line):
+            section = header[1]
+        elif key := re.match(r"\w+(?= = )", line):
+            keys.append((section, key[0]))
+    return keys
+
+
+@pytest.mark.parametrize("n", [150, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "ranks"), [("qwen3_next", 1), ("qwen3_next", 2), ("kimi_linear", 1)])
+def test_an_extreme_value_of_any_key_is_refused_by_name_or_makes_a_configuration(family, ranks, n, tmp_path):
+    """On two ranks, in a pipeline."""
+    draw = random.Random(n)
+    keys = keys_of(family, "debug_moe")
+    assert len(keys) > 150
+    cases = [(section, key, value) for section, key in keys for value in EXTREME]
+    accepted = 0
+    for section, key, value in draw.sample(cases, min(n, len(cases))):
+        tables = {"model": {"name": f'"{family}"', "flavor": '"debug_moe"'}, "validator": {"enable": "true"}}
+        tables["job"] = {"dump_folder": f'"{tmp_path}/out"'}
+        if ranks > 1:
+            tables["parallelism"] = {"pipeline_parallel_degree": "2"}
+        tables.setdefault(section, {})[key] = value
+        file = tmp_path / "run.toml"
+        file.write_text(
+            "".join(
+                f"[{name}]\n" + "".join(f"{one} = {given}\n" for one, given in table.items())
+                for name, table in tables.items()
+            )
+        )
+        what = f"{section}.{key} = {value}"
+        try:
+            load_config(["--job.config_file", str(file)], ranks)
+        except ConfigError as error:
+            assert "\n" not in str(error) and key in str(error), f"{what}: {error}"
+            continue
+        accepted += 1
+        assert value not in NOWHERE_VALID, what
+        assert value != "inf" or key == "max_norm", what
+    assert accepted > n / 20

@@ -70,18 +70,21 @@ def _run(config: "Trainer.Config") -> None:
     from torchtitan.tools.logging import logger
 
     from titan_gdn.checkpoint.steps import SaveError
+    from titan_gdn.runtime import nonfinite, progress
 
     trainer = config.build()
+    nonfinite.watch(trainer)
     ended = _note_end_of_data(trainer)
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
             logger.info("Created seed checkpoint")
         else:
-            trainer.train()
+            with progress.shown(trainer):
+                trainer.train()
         if ended:
             _end_early(trainer)
-    except SaveError as error:
+    except (SaveError, nonfinite.NonfiniteError) as error:
         _fail(str(error))
     finally:
         trainer.close()

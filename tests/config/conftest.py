@@ -18,6 +18,7 @@ from titan_gdn.config.source import ConfigError
 from titan_gdn.data.text_files import TextFilesDataLoader
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.activation_checkpoint import SelectiveAC
+from titan_gdn.models.hybrid.debug import DebugConfig
 
 
 @dataclass
@@ -63,6 +64,7 @@ def fake_model(monkeypatch, tmp_path):
             dataloader=TextFilesDataLoader.Config(dataset_path=str(tmp_path / "data")),
             training=TrainingConfig(local_batch_size=2, seq_len=64, steps=7),
             parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+            debug=DebugConfig(),
             activation_checkpoint=SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=["gate"]),
             optimizer=OptimizersContainer.Config(
                 implementation="for-loop",

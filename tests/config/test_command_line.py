@@ -53,5 +53,37 @@ def test_broken_toml_names_file_and_line(error, tmp_path):
         load_config(["--job.config_file", str(tmp_path / "latin.toml")], 1)
 
 
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_byte_order_mark_at_the_beginning_is_no_part_of_the_text(tmp_path, ending):
+    text = MODEL.replace("\n", ending)
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_config(["--job.config_file", str(tmp_path / "run.toml")], 1).training.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (MODEL.encode("utf-16"), "not TOML but UTF-16 or binary; save it as text in UTF-8"),
+        (MODEL.encode("utf-16-be"), "not TOML but UTF-16 or binary"),
+        (b"\x7fELF\x02\x01\0\0", "not TOML but UTF-16 or binary"),
+        (b"\x7fELF\xff", "not TOML, because it is not UTF-8"),
+        (b"", "[model]: name is missing. Possible: fake"),
+        (b"a = " + b"9" * 5000, "not TOML: Exceeds the limit"),
+        (b"a = " + b"[" * 5000, "not TOML: "),
+        (
+            b"[training]\nsteps = 1\nsteps = 2\n",
+            "Cannot overwrite a value (at line 3, column 10): steps = 2",
+        ),
+        (b"[a]\n[training]\n[a]", "twice (at line 3, column 3): [a]"),
+    ],
+)
+def test_what_is_no_toml_is_said_in_a_line(tmp_path, content, words):
+    (tmp_path / "run.toml").write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        load_config(["--job.config_file", str(tmp_path / "run.toml")], 1)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"{tmp_path}/run.toml: ")
+
+
 def test_a_file_cannot_name_another_file(error):
     assert "only the command line names the file" in error('[job]\nconfig_file = "b.toml"')

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import pytest
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from tests.config.cases import named
@@ -66,9 +67,11 @@ def test_an_unknown_argument_of_the_optimizer_lists_arguments_and_fields(error):
 
 
 def test_values_that_the_optimizer_refuses_are_an_error_before_there_are_weights(error):
-    assert "run.toml: [optimizer]: Invalid learning rate: -1.0" in error("[optimizer]\nlr = -1")
-    assert "[optimizer]: Invalid beta parameter" in error("", "--optimizer.betas", "0.9", "1.5")
-    assert "Invalid epsilon" in error(f"{GROUP}optimizer_kwargs = {{lr = 1, eps = -1}}")
+    assert "run.toml: optimizer.lr = -1.0: expected at least 0" in error("[optimizer]\nlr = -1")
+    assert "optimizer.betas = (0.9, 1.5): expected two numbers from 0 to below 1" in error(
+        "", "--optimizer.betas", "0.9", "1.5"
+    )
+    assert "eps = -1.0: expected at least 1.2e-38" in error(f"{GROUP}optimizer_kwargs = {{lr = 1, eps = -1}}")
 
 
 def test_an_array_of_tables_replaces_the_groups(load):
@@ -126,3 +129,37 @@ def test_groups_on_the_command_line_are_an_error(error):
     assert "expected an array of tables in the file" in error("", *words)
     assert "expected an array of tables in the file" in error("", "--optimizer.param_groups", "1")
     assert "expected a table" in error(f"{GROUP}optimizer_kwargs = {{lr = 1}}", *words)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("lr", "-1", "at least 0"),
+        ("weight_decay", "-0.5", "at least 0"),
+        ("eps", "0", "at least 1.2e-38"),
+        ("eps", "1e-50", "at least 1.2e-38"),
+        ("betas", "[0.9, 1.0]", "two numbers from 0 to below 1"),
+        ("betas", "[-0.1, 0.9]", "two numbers from 0 to below 1"),
+    ],
+)
+def test_a_number_outside_its_range_names_its_key(error, key, value, expected):
+    message = error(f"[optimizer]\n{key} = {value}")
+    assert f"run.toml: optimizer.{key} = " in message and f": expected {expected}" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("differentiable = true\nimplementation = 'fused'", "does not support differentiable=True"),
+        ("optimizer_factory_kwargs_by_name = {AdamW = {lrr = 1}}", "unexpected keyword argument 'lrr'"),
+    ],
+)
+def test_what_pytorch_would_refuse_to_build_is_an_error_before_the_run(error, text, problem):
+    message = error(f"[optimizer]\n{text}")
+    assert "optimizer.implementation = " in message and problem in message
+
+
+def test_states_in_bfloat16_need_a_gpu(error, monkeypatch):
+    monkeypatch.setattr("titan_gdn.config.machine_checks.device_type", "cpu")
+    message = error('[optimizer]\nimplementation = "fused_opt_states_bf16"')
+    assert "needs a GPU. Possible: for-loop, foreach, fused." in message

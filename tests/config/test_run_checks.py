@@ -149,3 +149,46 @@ def test_a_configuration_made_in_python_can_be_checked_alone(load):
     check(config, 1)
     with pytest.raises(ConfigError, match="^\\[parallelism\\]: expected a product of WORLD_SIZE = 2"):
         check(dataclasses.replace(config, parallelism=ParallelismConfig(data_parallel_shard_degree=1)), 2)
+
+
+@named(
+    "section, key, value, words",
+    {
+        "negative seed": ("debug", "seed", -1, "at least 0"),
+        "timeout": ("comm", "train_timeout_seconds", 2**50, "at most 1000000000"),
+        "buffer": ("comm", "trace_buf_size", -1, "at least 0"),
+        "profile": ("profiler", "profile_freq", 0, "at least 1"),
+        "cycles": ("profiler", "profiler_repeat", -1, "at least 0"),
+        "batch": ("training", "local_batch_size", 2**50, "less than 2**40 tokens"),
+    },
+)
+def test_a_number_outside_its_range_names_its_key(error, section, key, value, words):
+    message = error(f"[{section}]\n{key} = {value}")
+    assert f"{section}.{key} = {value}" in message and f"expected {words}" in message
+
+
+def test_naming_tensors_needs_modules_and_numbers(error, load):
+    text = "[debug]\nname_nonfinite = true\n"
+    assert "set compile.enable = false" in error(text + "[compile]\nenable = true")
+    load(text + '[compile]\nenable = true\ncomponents = ["loss"]')
+
+
+def test_a_package_that_is_not_installed_is_an_error(error, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for section, key, value in (("metrics", "enable_wandb", "true"), ("comm", "mode", '"torchcomms"')):
+        assert "is not installed (pip install " in error(f"[{section}]\n{key} = {value}")
+
+
+def test_errors_of_torchtitan_name_the_key_that_they_are_of(error):
+    assert "debug.batch_invariant = true: " in error("[debug]\nbatch_invariant = true")
+    message = error("[compile]\nenable_async_tensor_parallel = true")
+    assert "compile.enable_async_tensor_parallel = true: " in message
+
+
+@pytest.mark.parametrize("section", ["dataloader", "validator.dataloader"])
+def test_what_workers_do_needs_workers(error, load, section):
+    head = f"[validator]\nenable = true\nsteps = 1\n[{section}]\n"
+    for key, value in (("num_workers", -1), ("prefetch_factor", 2), ("persistent_workers", "true")):
+        assert f"{section}.{key} = {value}: " in error(f"{head}{key} = {value}")
+    assert f"{section}.prefetch_factor = 0: " in error(f"{head}num_workers = 1\nprefetch_factor = 0")
+    load(f"{head}num_workers = 1\nprefetch_factor = 2\npersistent_workers = true")

@@ -72,6 +72,53 @@ def test_a_misspelled_key_below_the_fields_names_the_right_one(error, text, name
     assert f'unknown key "{name}". Did you mean "{right}"?' in error(text)
 
 
+@named(
+    "text, words",
+    {
+        "optimizer": (
+            "[training]\nlr = 1",
+            'training.lr = 1: unknown key "lr". Did you mean optimizer.lr?',
+        ),
+        "training": ("[optimizer]\nmax_norm = 1", "Did you mean training.max_norm?"),
+        "nested section": (
+            "[linear_attention]\nmemory = 80",
+            "Did you mean linear_attention.machine.memory?",
+        ),
+        "from a nested section": (
+            "[linear_attention.machine]\nkernel = 1",
+            "Did you mean linear_attention.kernel?",
+        ),
+        "two sections": ("[metrics]\nsteps = 1", "Did you mean training.steps or validator.steps?"),
+        "override": (f"{MODEL}n_layers = 1", "Did you mean model.overrides.n_layers?"),
+        "from the overrides": (f"{MODEL}[model.overrides]\nseq_len = 1", "Did you mean training.seq_len?"),
+        "mode": ("[training]\nsave_exchange = true", "Did you mean activation_checkpoint.save_exchange?"),
+        "converter": (
+            "[training]\nrecipe_name = 1",
+            "Did you mean quantize.linear.recipe_name or quantize.experts",
+        ),
+        "job": ("[checkpoint]\ndump_folder = 1", "Did you mean job.dump_folder?"),
+        "model": ("[job]\nhf_assets_path = 1", "Did you mean model.hf_assets_path?"),
+        "no section": (
+            "seq_len = 1",
+            'seq_len = 1: unknown section "seq_len". Did you mean training.seq_len?',
+        ),
+    },
+)
+def test_a_key_in_the_wrong_section_says_where_it_lives(error, text, words):
+    message = error(text)
+    assert "run.toml: " in message and words in message
+
+
+def test_every_key_of_a_section_is_found_from_another(error, load):
+    config = load()
+    for section in SECTIONS:
+        other = "lr_scheduler" if section != "lr_scheduler" else "compile"
+        for name in settable(section_of(config, section)):
+            if name not in settable(section_of(config, other)):
+                assert f"{section}.{name}" in error(f"[{other}]\n{name} = 1"), name
+    assert "Did you mean optimizer.lr?" in error("", "--training.lr", "1")
+
+
 def test_an_unknown_section_names_the_file_and_the_nearest_valid_one(error):
     message = error("[trainin]\nsteps = 1")
     assert (

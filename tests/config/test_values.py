@@ -260,3 +260,46 @@ def test_a_table_of_free_keys_is_refused_on_the_command_line(error):
 )
 def test_the_message_repeats_a_value_of_the_file(error, value, shown):
     assert f"run.toml: training.steps = {shown}: expected int." in error(f"[training]\nsteps = {value}")
+
+
+@named(
+    "key, value, words",
+    {
+        "infinite rate": ("optimizer.lr", "inf", "a finite number"),
+        "infinite decay": ("optimizer.weight_decay", "inf", "a finite number"),
+        "no number": ("training.max_norm", "nan", "a finite number"),
+        "minus infinity": ("training.max_norm", "-inf", "a finite number"),
+        "beyond float32": ("optimizer.lr", "1e39", "a finite number, at most 3.403e+38"),
+        "no number in a tuple": ("optimizer.betas", "[0.9, nan]", "a finite number"),
+        "infinite override": ("model.overrides.rope_factor", "inf", "a finite number"),
+        "infinite bandwidth": ("linear_attention.machine.inside_bandwidth", "inf", "a finite number"),
+        "in a free key": (
+            "model.overrides.rope_scaling",
+            "{a = {b = [inf]}}",
+            "a finite number",
+        ),
+        "seed": ("debug.seed", str(2**64), "an integer of 64 bits"),
+        "length": ("training.seq_len", str(2**70), "an integer of 64 bits"),
+        "negative": ("training.steps", str(-(2**70)), "an integer of 64 bits"),
+        "in a tuple": ("model.overrides.widths", f"[1, {2**63}]", "an integer of 64 bits"),
+        "NUL": ("checkpoint.folder", '"a\\u0000b"', "text without the character NUL"),
+        "NUL in a key": ("model.overrides.rope_scaling", '{"\\u0000" = 1}', "text without the character NUL"),
+    },
+)
+def test_a_number_or_text_that_no_run_can_use_names_its_key(error, key, value, words):
+    section, _, name = key.rpartition(".")
+    head = MODEL if key.startswith("model.") else ""
+    message = error(f"{head}[{section}]\n{name} = {value}")
+    assert f"run.toml: [{key}]" in message or f"run.toml: {key} = " in message
+    assert f": expected {words}" in message
+    if value[0] not in '[{"':
+        assert f"command line: --{key} {value}: expected {words}" in error("", f"--{key}", value)
+
+
+def test_gradients_are_not_clipped_at_an_infinite_norm(load):
+    assert load("[training]\nmax_norm = inf").training.max_norm == float("inf")
+    assert load("", "--training.max_norm", "inf").training.max_norm == float("inf")
+
+
+def test_a_large_integer_is_a_number_for_a_float(load):
+    assert load(f"[optimizer]\neps = {2**62}").optimizer.param_groups[0].optimizer_kwargs["eps"] == 2.0**62

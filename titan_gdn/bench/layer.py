@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
@@ -33,6 +31,7 @@ from titan_gdn.parallel.exchange.registry import impossible, traffic
 from titan_gdn.parallel.segments import shard_order
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
+from titan_gdn.runtime.tables import cell, console, print_table
 
 
 def find_layer(name: str) -> type[LinearAttention]:
@@ -328,14 +327,10 @@ def _on_ranks(options: LayerOptions, exchange: str, computes: bool) -> dict[str,
 
 
 def _print(options: LayerOptions, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{options.layer}, {options.tokens} tokens, CP {options.cp}, TP {options.tp}, rank 0")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "exchange" else "right")
-    for row in rows:
-        table.add_row(
-            *(
-                f"{x:.3f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
-                for x in row.values()
-            )
-        )
-    Console(width=200).print(table)
+    title = find_layer(options.layer).title
+    print_table(
+        console(),
+        f"{title}, {options.tokens:,} tokens, CP {options.cp}, TP {options.tp}, rank 0",
+        list(rows[0]),
+        [[cell(x) for x in row.values()] for row in rows],
+    )

@@ -10,15 +10,14 @@ from itertools import product
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from titan_gdn import ops
 from titan_gdn.bench.options import RuleOptions
 from titan_gdn.ops.flops import chunked_rule_flops
+from titan_gdn.runtime.tables import console, print_table
 
 Rule = Callable[..., Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,20 +171,17 @@ def _print(options: RuleOptions, rows: list[dict[str, Any]], rate: float) -> Non
         f"{options.key_heads} key heads of {options.key_dim}, {options.value_heads} value heads of "
         f"{options.value_dim}; matrix rate {rate / 1e9:,.0f} GFLOP/s"
     )
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "rule" else "right")
-    table.add_column("time / first row")
     first: dict[int, float] = {}
+    cells = []
     for row in rows:
         seconds = row["forward (s)"] + row["backward (s)"]
         ratio = seconds / first.setdefault(row["tokens"], seconds)
-        cells = [
+        figures = [
             f"{x:,}" if isinstance(x, int) else f"{x:.3f}" if isinstance(x, float) else x
             for x in row.values()
         ]
-        table.add_row(*cells, f"{ratio:.2f}")
-    Console(width=130).print(table)
+        cells.append([*figures, f"{ratio:.2f}"])
+    print_table(console(), title, [*rows[0], "time / first row"], cells)
 
 
 def _plot(rows: list[dict[str, Any]], path: str) -> None:

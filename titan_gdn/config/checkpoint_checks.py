@@ -48,10 +48,10 @@ def check_checkpoint(config: Trainer.Config) -> None:
     if steps:
         step = max(steps) if checkpoint.load_step == -1 else checkpoint.load_step
         _check_step(own, step, config)
-        _check_export(own, path_of(own, step), config)
+        _check_export(path_of(own, step), config)
     else:
         _check_initial(config)
-        _check_export(own, None if checkpoint.initial_load_in_hf else checkpoint.initial_load_path, config)
+        _check_export(None if checkpoint.initial_load_in_hf else checkpoint.initial_load_path, config)
 
 
 def starts_from_hugging_face(config: Trainer.Config) -> bool:
@@ -109,25 +109,16 @@ def _check_initial(config: Trainer.Config) -> None:
         _account_step(f'{key} = "{folder}"', folder, config)
 
 
-def _check_export(own: str, step: str | None, config: Trainer.Config) -> None:
+def _check_export(step: str | None, config: Trainer.Config) -> None:
     """Check that the last save can write a model directory, before the run rather than at its end.
 
     Args:
-        own: the folder that the run saves to.
         step: the folder of the step that the run starts from, None if from none.
         config: the configuration.
     """
     checkpoint = config.checkpoint
     if not checkpoint.last_save_in_hf or checkpoint.load_only:
         return
-    existing = os.path.abspath(own)
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
-    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f'job.dump_folder = "{config.dump_folder}", checkpoint.folder = "{checkpoint.folder}": '
-            f'"{existing}" is not a directory that this user may write to'
-        )
     initial = checkpoint.initial_load_path or config.hf_assets_path if checkpoint.initial_load_in_hf else None
     source = initial if step is None else recorded_source(step, initial)
     if source is not None and step is not None:  # without a step, `_check_initial` has looked at the files

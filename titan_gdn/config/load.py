@@ -12,6 +12,7 @@ written, `types` converts it, `fields` knows the keys of a section, `sections` a
 """
 
 import importlib
+from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -21,10 +22,11 @@ from torchtitan.trainer import Trainer
 from titan_gdn import models
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config.fields import fields_of, values
+from titan_gdn.config.key_places import with_places
 from titan_gdn.config.model_file import arguments_of, check_model_file, flavors_of, read_model_file
 from titan_gdn.config.run_checks import check, check_run
-from titan_gdn.config.sections import ALIASES, SECTIONS, configured, converters, required
-from titan_gdn.config.source import ConfigError, SourcedValue, built, read
+from titan_gdn.config.sections import ALIASES, JOB, MODEL, SECTIONS, configured, converters, required
+from titan_gdn.config.source import ConfigError, SourcedValue, UnknownKeyError, built, read
 from titan_gdn.config.types import converted
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.hf_config import FROM_HF
@@ -56,6 +58,24 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
         ConfigError: The command line, the file, a name or a value is wrong, or values contradict each other.
     """
     root = read(argv)
+    try:
+        config = _configured(root)
+    except UnknownKeyError as error:
+        raise _with_places(error, root) from None
+    try:
+        # Before the tensors are looked at: a field says more than the shape that follows from it.
+        model = root.table["model"]
+        package = models.load(required(model, "name", models.MODELS))
+        overrides = model.table["overrides"].table if "overrides" in model.table else {}
+        check_model_file(config, package, {*overrides})
+        (check if here else check_run)(config, world_size)
+    except ConfigError as error:
+        raise root.error(str(error)) from error
+    return config
+
+
+def _configured(root: SourcedValue) -> Trainer.Config:
+    """The configuration that the tables of a file make of the flavor's."""
     sections = dict(root.table)
     for name, table in sections.items():
         if name not in (*OWN_SECTIONS, *SECTIONS, *ALIASES):
@@ -65,7 +85,7 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
     )
     checkpoint = sections.get("checkpoint", SourcedValue({}, root.source))
     config = _defaults(model, linear_attention, quantize, checkpoint)
-    changes = values(job.table, {"dump_folder": str, "description": str})
+    changes = values(job.table, JOB)
     changes.pop("description", None)
     for name, table in sections.items():
         field = ALIASES.get(name, name)
@@ -73,16 +93,15 @@ def load_config(argv: list[str], world_size: int, here: bool = True) -> Trainer.
             alias = next(alias for alias, section in ALIASES.items() if section == field)
             raise table.error(f"[{alias}] and [{field}] are the same section: write one of them")
         changes[field] = configured(getattr(config, field), table)
-    config = built(root, replace, config, **changes)
-    try:
-        # Before the tensors are looked at: a field says more than the shape that follows from it.
-        package = models.load(required(model, "name", models.MODELS))
-        overrides = model.table["overrides"].table if "overrides" in model.table else {}
-        check_model_file(config, package, {*overrides})
-        (check if here else check_run)(config, world_size)
-    except ConfigError as error:
-        raise root.error(str(error)) from error
-    return config
+    return built(root, replace, config, **changes)
+
+
+def _with_places(error: UnknownKeyError, root: SourcedValue) -> ConfigError:
+    """The error of an unknown key, with the sections that have it; not if the model is unknown, too."""
+    with suppress(ConfigError):
+        name = required(root.table.get("model", SourcedValue({}, root.source)), "name", models.MODELS)
+        return with_places(error, defaults(name, next(iter(models.load(name).flavors))))
+    return error
 
 
 def defaults(name: str, flavor: str, hf_assets_path: str | None = None) -> Trainer.Config:
@@ -109,7 +128,7 @@ def _defaults(
 ) -> Trainer.Config:
     """The flavor's configuration, with the sections that the model is built from applied."""
     own = {key: given for key, given in model.table.items() if key != "overrides"}
-    own = values(own, {"name": str, "flavor": str, "hf_assets_path": str}, also=["overrides"])
+    own = values(own, MODEL, also=["overrides"])
     package = models.load(required(model, "name", models.MODELS))
     flavor = required(model, "flavor", flavors_of(package))
     if flavor == FROM_HF:

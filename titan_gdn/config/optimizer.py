@@ -20,6 +20,8 @@ from titan_gdn.config.fields import OptimizerName, fields_of, values
 from titan_gdn.config.source import SourcedValue, built
 from titan_gdn.config.types import converted
 
+_TINY = torch.finfo(torch.float32).tiny
+
 
 def shared_keys(optimizer: OptimizersContainer.Config, table: SourcedValue) -> dict[str, SourcedValue]:
     """The keys of `[optimizer]` that change all parameter groups: those that TorchTitan's section lacks."""
@@ -44,9 +46,24 @@ def param_groups(optimizer: OptimizersContainer.Config, table: SourcedValue) -> 
         groups = [_param_group(item) for item in array.value]
     else:
         groups = _changed(optimizer.param_groups, shared, also=fields_of(type(optimizer)))
-    for group in groups:  # PyTorch's own checks of learning rates and betas
-        built(table, getattr(torch.optim, group.optimizer_name), [torch.zeros(1)], **group.optimizer_kwargs)
+    for group in groups:
+        built(table, _check_arguments, group)
     return groups
+
+
+def _check_arguments(group: ParamGroupConfig) -> None:
+    """Check the ranges of a group's arguments, then whether the optimizer can be built of them."""
+    given = group.optimizer_kwargs
+    for name, holds, expected in (
+        ("lr", lambda lr: lr >= 0, "at least 0"),
+        ("weight_decay", lambda decay: decay >= 0, "at least 0"),
+        ("betas", lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1"),
+        # Where all gradients have been 0, as those of a token that never occurred, Adam divides 0 by eps.
+        ("eps", lambda eps: eps >= _TINY, f"at least {_TINY:.2g}, or 0 / 0 makes weights NaN"),
+    ):
+        if name in given and not holds(given[name]):
+            raise ValueError(f"{name} = {given[name]}: expected {expected}")
+    getattr(torch.optim, group.optimizer_name)([torch.zeros(1)], **given)
 
 
 def optimizer_kwargs(name: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Checks of a whole configuration, before anything is built.
 
 `check_run` needs nothing but the configuration, so that the planner can check a run of another machine;
-`check` also looks at this machine: its devices, the tokenizer, the data and the checkpoints.
+`check` also looks at this machine: its devices, the folders that are written, the tokenizer, the data and the
+checkpoints.
 """
 
 import math
@@ -11,12 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import ParallelismConfig
-from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from titan_gdn.config.checkpoint_checks import check_checkpoint
+from titan_gdn.config.folder_checks import check_folders
 from titan_gdn.config.input_checks import check_data, check_tokenizer
+from titan_gdn.config.machine_checks import check_machine
 from titan_gdn.config.source import ConfigError, one_of
 
 
@@ -29,7 +32,9 @@ def check(config: Trainer.Config, world_size: int) -> None:
     if config.comm.mode == "fake_backend":  # TorchTitan's dry run: one process stands for all ranks
         world_size = _dry_ranks()
     check_run(config, world_size)
-    _check_device(config)
+    _raised(_model(config).check_device)
+    check_machine(config)
+    check_folders(config)
     check_tokenizer(config.hf_assets_path, _model(config))
     check_checkpoint(config)
     check_data("dataloader", config.dataloader)
@@ -58,6 +63,9 @@ def check_run(config: Trainer.Config, world_size: int) -> None:
     shard = _check_degrees(config.parallelism, world_size)
     _check_sizes(config, world_size)
     _check_numbers(config)
+    _check_workers("dataloader", config.dataloader)
+    if config.validator.enable:
+        _check_workers("validator.dataloader", config.validator.dataloader)
     _check_supported(config, world_size)
     resolved = replace(config.parallelism, data_parallel_shard_degree=shard)
     _raised(_model(config).check, replace(config, parallelism=resolved))
@@ -84,25 +92,6 @@ def _raised(check: Callable[..., None], *args: Trainer.Config) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_device(config: Trainer.Config) -> None:
-    """Features that this machine lacks."""
-    _raised(_model(config).check_device)
-    if device_type != "cpu":
-        return
-    if config.training.enable_cpu_offload:
-        raise ConfigError(
-            "training.enable_cpu_offload = true: without a GPU, everything is on the CPU already; remove it"
-        )
-    if config.profiler.enable_memory_snapshot:
-        raise ConfigError(
-            "profiler.enable_memory_snapshot = true: it records GPU memory, and there is no GPU; remove it"
-        )
-    if getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
-        raise ConfigError(
-            'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Possible: disabled, async.'
-        )
-
-
 def _check_supported(config: Trainer.Config, world_size: int) -> None:
     """Options that TorchTitan has, but not for every value or not with this project's layers."""
     backend, backends = config.compile.backend, torch.compiler.list_backends(exclude_tags=())
@@ -115,6 +104,15 @@ def _check_supported(config: Trainer.Config, world_size: int) -> None:
         raise ConfigError(
             "debug.spmd_typechecking = true is not supported: the exchanges of linear attention are not typed"
         )
+    if getattr(config.debug, "name_nonfinite", False):
+        key = "debug.name_nonfinite = true"
+        if config.compile.enable and "model" in config.compile.components:
+            raise ConfigError(
+                f"{key} looks at the output of every module, which compiled blocks do not have: set "
+                "compile.enable = false in the run that names the tensor"
+            )
+        if config.comm.mode == "fake_backend":
+            raise ConfigError(f'{key}: a dry run (comm.mode = "fake_backend") computes no numbers to look at')
     if config.comm.mode == "local_tensor":
         raise ConfigError(
             'comm.mode = "local_tensor" is not supported: the data loader serves one rank per process. '
@@ -189,6 +187,11 @@ def _check_sizes(config: Trainer.Config, world_size: int) -> None:
     for key in ("local_batch_size", "seq_len", "steps"):
         if (value := getattr(training, key)) < 1:
             raise ConfigError(f"training.{key} = {value}: expected at least 1")
+    if training.local_batch_size * training.seq_len >= 2**40:
+        raise ConfigError(
+            f"training.local_batch_size = {training.local_batch_size} times training.seq_len = "
+            f"{training.seq_len}: expected less than 2**40 tokens for a rank"
+        )
     if not training.max_norm > 0:
         raise ConfigError(f"training.max_norm = {training.max_norm}: expected a positive number")
     tp = parallelism.tensor_parallel_degree
@@ -213,18 +216,27 @@ def _check_numbers(config: Trainer.Config) -> None:
         ("training", "gc_freq", 1),
         ("metrics", "log_freq", 1),
         ("validator", "freq", 1),
+        ("debug", "seed", 0),
         ("lr_scheduler", "warmup_steps", 0),
         ("lr_scheduler", "total_steps", 1),
         ("comm", "init_timeout_seconds", 1),
         ("comm", "train_timeout_seconds", 1),
+        ("comm", "trace_buf_size", 0),
+        ("profiler", "profile_freq", 1),
         ("profiler", "profiler_active", 1),
         ("profiler", "profiler_warmup", 0),
+        ("profiler", "profiler_repeat", 0),
+        ("profiler", "profiler_skip_first", 0),
+        ("profiler", "profiler_skip_first_wait", 0),
+        ("profiler", "memory_snapshot_max_entries", 1),
         ("profiler", "memory_snapshot_freq", 1),
-        ("dataloader", "num_workers", 0),
     ):
         value = getattr(getattr(config, section), key, None)
         if value is not None and value < least:
             raise ConfigError(f"{section}.{key} = {value}: expected at least {least}")
+    for key in ("init_timeout_seconds", "train_timeout_seconds"):
+        if (value := getattr(config.comm, key)) > 10**9:  # beyond it, sums of times overflow
+            raise ConfigError(f"comm.{key} = {value}: expected at most {10**9}")
     for key in ("decay_ratio", "min_lr_factor"):
         value = getattr(config.lr_scheduler, key)
         if value is not None and not 0 <= value <= 1:
@@ -241,4 +253,21 @@ def _check_numbers(config: Trainer.Config) -> None:
         raise ConfigError(
             f"validator.steps = {validator.steps} reads the data to their end, but "
             "validator.dataloader.infinite = true has no end: set a number of steps, or infinite = false"
+        )
+
+
+def _check_workers(section: str, loader: BaseDataLoader.Config) -> None:
+    """Check what PyTorch's data loader would refuse when it is built."""
+    workers = getattr(loader, "num_workers", 0)
+    if workers < 0:
+        raise ConfigError(f"{section}.num_workers = {workers}: expected at least 0")
+    prefetched = getattr(loader, "prefetch_factor", None)
+    if prefetched is not None and (prefetched < 1 or not workers):
+        raise ConfigError(
+            f"{section}.prefetch_factor = {prefetched}: expected at least 1, and {section}.num_workers of at "
+            "least 1, whose batches it counts"
+        )
+    if getattr(loader, "persistent_workers", False) and not workers:
+        raise ConfigError(
+            f"{section}.persistent_workers = true: {section}.num_workers = 0 leaves no workers to keep"
         )

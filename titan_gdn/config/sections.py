@@ -30,6 +30,10 @@ SECTIONS = (
 ).split()
 """Fields of `Trainer.Config` that are sections of a file."""
 
+JOB = {"dump_folder": str, "description": str}
+MODEL = {"name": str, "flavor": str, "hf_assets_path": str}
+"""Keys of `[job]` and `[model]`, which are no sections of `Trainer.Config`, with their types."""
+
 ALIASES = {"profiling": "profiler"}
 """Names that sections had in TorchTitan 0.2, with the same keys."""
 

@@ -4,6 +4,7 @@ The error messages need the place. Which keys exist and which types they have is
 package: here a value is what TOML made of it, or a list of words.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -29,6 +30,18 @@ Options = dict[tuple[str, ...], list[str] | bool]
 
 class ConfigError(ValueError):
     """A wrong configuration. The message says what was given and where, what is possible, what is closest."""
+
+
+class UnknownKeyError(ConfigError):
+    """A key or section that does not exist.
+
+    Attributes:
+        given: The key, with the value that was written.
+    """
+
+    def __init__(self, given: "SourcedValue", message: str) -> None:
+        super().__init__(message)
+        self.given = given
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,10 @@ class SourcedValue:
         if self.source == COMMAND_LINE:
             words = self.value if isinstance(self.value, list) else []
             return " ".join([f"{COMMAND_LINE}: --{key}", *words])
-        return f"{self.source}: {key} = {json.dumps(self.plain, default=str, ensure_ascii=False)}"
+        plain = self.plain
+        if isinstance(plain, float):  # as TOML writes it: inf, not Infinity
+            return f"{self.source}: {key} = {plain}"
+        return f"{self.source}: {key} = {json.dumps(plain, default=str, ensure_ascii=False)}"
 
     def error(self, problem: str) -> ConfigError:
         """The exception for a problem with this value, to be raised by the caller."""
@@ -86,7 +102,8 @@ class SourcedValue:
         if news := WHAT_BECAME_OF.get(".".join(self.path)):
             return self.error(news)
         kind = "section" if len(self.path) == 1 else "key"
-        return self.error(f'unknown {kind} "{self.path[-1]}".{one_of(self.path[-1], possible)}')
+        problem = f'unknown {kind} "{self.path[-1]}".{one_of(self.path[-1], possible)}'
+        return UnknownKeyError(self, str(self.error(problem)))
 
 
 def one_of(given: str, possible: Iterable[str]) -> str:
@@ -101,6 +118,13 @@ def nearest(given: str, possible: list[str]) -> str:
     return f' Did you mean "{close[0]}"?' if close else ""
 
 
+_UNNAMED = {
+    "debug.batch_invariant = true": "Batch-invariant mode",
+    "compile.enable_async_tensor_parallel = true": "Async TP requires",
+}
+"""How messages of TorchTitan begin that do not name their key."""
+
+
 def built(table: SourcedValue, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `build(*args, **kwargs)`; an error that it raises becomes a ConfigError that names `table`.
 
@@ -110,6 +134,9 @@ def built(table: SourcedValue, build: Callable[..., Any], *args: Any, **kwargs: 
         return build(*args, **kwargs)
     except (ValueError, AssertionError, ArithmeticError, RuntimeError) as error:
         problem = str(error) or repr(error)
+        problem = next(
+            (f"{key}: {problem}" for key in _UNNAMED if problem.startswith(_UNNAMED[key])), problem
+        )
         if re.match(r"\w+ = ", problem):
             key = ".".join((*table.path, problem))
             raise ConfigError(f"{' and '.join(table.sources)}: {key}") from error
@@ -130,19 +157,33 @@ def read(argv: list[str]) -> SourcedValue:
         given = SourcedValue(words, COMMAND_LINE, ("job", "config_file"))
         raise given.error(f"expected one FILE.toml\n{USAGE}")
     file = words[0]
-    try:
-        with open(file, "rb") as stream:
-            root = _tree(tomli.load(stream), file)
-    except OSError as error:
-        raise ConfigError(f"{COMMAND_LINE}: --job.config_file {file}: {error.strerror}") from None
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: this is not TOML: {error}") from None
+    root = _tree(_tables(file), file)
     for path, value in options.items():
         table = root
         for depth, name in enumerate(path[:-1], start=1):
             table = table.table.setdefault(name, SourcedValue({}, COMMAND_LINE, path[:depth]))
         table.table[path[-1]] = SourcedValue(value, COMMAND_LINE, path)
     return root
+
+
+def _tables(file: str) -> dict[str, Any]:
+    """The content of a TOML file."""
+    try:
+        with open(file, "rb") as stream:
+            content = stream.read()
+    except OSError as error:
+        raise ConfigError(f"{COMMAND_LINE}: --job.config_file {file}: {error.strerror}") from None
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content:
+        raise ConfigError(f"{file}: this is not TOML but UTF-16 or binary; save it as text in UTF-8")
+    try:
+        return tomli.loads(content.decode("utf-8-sig"))  # some editors begin UTF-8 with a byte-order mark
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: this is not TOML, because it is not UTF-8: {error}") from None
+    except tomli.TOMLDecodeError as error:
+        line = error.doc.splitlines()[error.lineno - 1 : error.lineno]
+        raise ConfigError(f"{file}: this is not TOML: {error}: {''.join(line).strip()}") from None
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nested brackets
+        raise ConfigError(f"{file}: this is not TOML: {error}") from None
 
 
 def _tree(value: Any, source: str, path: tuple[str, ...] = ()) -> SourcedValue:

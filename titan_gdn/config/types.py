@@ -1,10 +1,13 @@
 """Converts values to the types that dataclass fields are annotated with, and names the types in messages."""
 
 import io
+import math
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import torch
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
@@ -12,25 +15,57 @@ from titan_gdn.config.source import COMMAND_LINE, SourcedValue, nearest
 
 ConfigManager.register_tyro_rules(custom_registry)
 
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+MAY_BE_INFINITE = [("training", "max_norm")]
+"""Keys whose `inf` has a meaning: here, that gradients are not clipped."""
+
 
 def converted(given: SourcedValue, annotation: Any) -> Any:
     """The value of `given`, converted to `annotation`.
 
     Raises:
-        ConfigError: The value does not have this type; the message describes the type.
+        ConfigError: The value does not have this type, which the message describes; or it is a number that
+            the run cannot compute with.
     """
     value = given.plain
     if isinstance(value, dict) and COMMAND_LINE in given.sources:
         raise given.error("a table of free keys cannot be set on the command line; write it in the file")
     try:
         if given.source == COMMAND_LINE and isinstance(value, list):
-            return _typed(_parsed(value, annotation), annotation)
-        return _typed(value, annotation)
-    except TypeError:
+            value = _parsed(value, annotation)
+        result = _typed(value, annotation)
+        for single in _singles(value):
+            if expected := _outside(single, infinite=given.path in MAY_BE_INFINITE):
+                raise given.error(f"expected {expected}")
+        return result
+    except (TypeError, OverflowError):
         choices = _choices(annotation)
         names = value if isinstance(value, list) else [value]
         wrong = next((str(name) for name in names if name not in choices), "")
         raise given.error(f"expected {described(annotation)}.{nearest(wrong, choices)}") from None
+
+
+def _singles(value: Any) -> Iterator[Any]:
+    """The numbers and strings in a value, at any depth."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from (key, *_singles(item))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _singles(item)
+    else:
+        yield value
+
+
+def _outside(single: Any, infinite: bool) -> str:
+    """What is expected instead of a number or string that no key can have; empty if some key can."""
+    if isinstance(single, int) and not -(2**63) <= single < 2**63:
+        return "an integer of 64 bits"
+    if isinstance(single, float) and not (abs(single) <= LARGEST_FLOAT or infinite and single == math.inf):
+        return f"a finite number, at most {LARGEST_FLOAT:.4g}"
+    if isinstance(single, str) and "\0" in single:
+        return "text without the character NUL"
+    return ""
 
 
 def _parsed(words: list[str], annotation: Any) -> Any:

@@ -52,7 +52,8 @@ class Exchanges:
         traffic: what a layer sends, computes and holds under each exchange that heads and tokens allow.
         costs: the time of each of them.
         way_in: the ratio of bytes that "all_to_all" and "all_gather" send over CP before the rule, and the
-            same ratio if the full gates of decay and output were sent too. None if one of the two exchanges
+            same ratio if the full gates of decay and output were sent too, as in the comparison that was
+            published for rules that decay per channel; None for other rules. None if one of the two exchanges
             is impossible.
     """
 
@@ -65,7 +66,7 @@ class Exchanges:
     choice: Choice
     traffic: dict[str, Traffic]
     costs: dict[str, Cost]
-    way_in: tuple[float, float] | None
+    way_in: tuple[float, float | None] | None
 
     @property
     def taken(self) -> str:
@@ -257,17 +258,20 @@ def _exchanges(
     )
 
 
-def _way_in(shape: LayerShape, batch: ShardedBatch) -> tuple[float, float]:
+def _way_in(shape: LayerShape, batch: ShardedBatch) -> tuple[float, float | None]:
     """The ratios of `Exchanges.way_in`: what is sent before the rule is all but the way out."""
 
     def way_in(name: str, shape: LayerShape) -> int:
         way_out = traffic("all_to_all", replace(shape, exchanged=0, low_rank=0), batch)
         return traffic(name, shape, batch).forward.cp_bytes - way_out.forward.cp_bytes
 
-    gates = shape.output + (shape.value_heads * shape.key_dim if shape.rule.per_channel else 0)
-    with_gates = replace(shape, exchanged=shape.exchanged + gates, low_rank=0)
     gathered = way_in("all_gather", shape)
-    return way_in("all_to_all", shape) / gathered, way_in("all_to_all", with_gates) / gathered
+    ratio = way_in("all_to_all", shape) / gathered
+    if not shape.rule.per_channel:
+        return ratio, None
+    gates = shape.output + shape.value_heads * shape.key_dim
+    with_gates = replace(shape, exchanged=shape.exchanged + gates, low_rank=0)
+    return ratio, way_in("all_to_all", with_gates) / gathered
 
 
 def _idle(model: HybridModel.Config, whole: HybridModel) -> int:

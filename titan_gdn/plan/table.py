@@ -2,19 +2,25 @@
 
 from dataclasses import asdict
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from titan_gdn.parallel.cost import grouped_by_reason
 from titan_gdn.parallel.exchange.registry import EXCHANGES
 from titan_gdn.plan.memory import ASSUMPTIONS
 from titan_gdn.plan.plan import Exchanges, Plan, by_kind, crossovers
+from titan_gdn.runtime.tables import console as make_console
+from titan_gdn.runtime.tables import print_table
 
 NOTES = (
     "MB that a rank sends per layer, and ms per layer: forward, its recompute if the layer is checkpointed, "
     "and backward, assuming that nothing overlaps. Compute is what the exchange adds, negative if it saves "
     "computation. Buffers (MB): the largest while the layer runs, and those kept for the backward."
+)
+_COLUMNS = (
+    "exchange",
+    *("CP, MB, forward", "CP, MB, backward", "TP, MB, forward", "TP, MB, backward"),
+    *("ms, total", "ms, = CP", "ms, + TP", "ms, + compute"),
+    *("buffers, MB, largest", "buffers, MB, kept"),
 )
 _MEMORY = {
     "parameters": "parameters, sharded",
@@ -31,7 +37,7 @@ _MEMORY = {
 
 def print_plan(plan: Plan, world_size: int) -> None:
     """Print the exchanges of each kind of linear attention, then the model and its memory."""
-    console = Console(width=120, highlight=False, markup=False)
+    console = make_console()
     degrees = {
         name: getattr(plan.dims, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp")
     }
@@ -45,8 +51,9 @@ def print_plan(plan: Plan, world_size: int) -> None:
         _print_exchanges(console, exchanges)
     console.print(f"{NOTES}\n")
     console.print(
-        f"Model: {plan.parameters / 1e9:.2f} B parameters, {plan.active / 1e9:.2f} B active per token; "
-        f"{plan.flops / 1e9:,.1f} GFLOP per token (forward and backward, attention counted as not causal)\n"
+        f"Model: {_scaled(plan.parameters)} parameters, {_scaled(plan.active)} active per token; "
+        f"{_scaled(plan.flops, giga='G')}FLOP per token (forward and backward, attention counted as not "
+        "causal)\n"
     )
     _print_memory(console, plan)
 
@@ -55,38 +62,35 @@ def _print_exchanges(console: Console, exchanges: Exchanges) -> None:
     batch, machine = exchanges.batch, exchanges.machine
     links = {"CP": machine.link(batch.tp, batch.cp), "TP": machine.link(1, batch.tp)}
     over = ", ".join(f"{axis} at {x.bandwidth / 1e9:g} GB/s per rank" for axis, x in links.items())
-    table = Table(title=f"{exchanges.kind}, {exchanges.layers} layers: {over}", box=box.SIMPLE_HEAD)
-    table.add_column("exchange")
-    for name in (
-        "CP, MB\nforward", "\nbackward", "TP, MB\nforward", "\nbackward",
-        "\ntotal, ms", "\n= CP", "\n+ TP", "\n+ compute", "buffers\nlargest", "\nkept",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
-    for name in exchanges.traffic:
-        sent, cost = exchanges.traffic[name], exchanges.costs[name]
-        bytes_ = [
-            x
+    rows = []
+    for name, sent in exchanges.traffic.items():
+        cost = exchanges.costs[name]
+        megabytes = [
+            getattr(way, f"{axis}_bytes") / 1e6
             for axis in ("cp", "tp")
-            for x in (getattr(each, f"{axis}_bytes") for each in (sent.forward, sent.backward))
+            for way in (sent.forward, sent.backward)
         ]
         times = (cost.total, cost.over_cp, cost.over_tp, cost.compute)
-        table.add_row(
-            name,
-            *(f"{x / 1e6:,.1f}" for x in bytes_),
-            *(f"{x * 1e3:,.2f}" for x in times),
-            *(f"{x / 1e6:,.1f}" for x in (sent.transient, sent.kept)),
+        buffers = (sent.transient / 1e6, sent.kept / 1e6)
+        rows.append(
+            [
+                name,
+                *(_number(x, 1) for x in megabytes),
+                *(_number(x * 1e3, 2) for x in times),
+                *(_number(x, 1) for x in buffers),
+            ]
         )
-    console.print(table)
+    print_table(console, f"{exchanges.kind}, {exchanges.layers} layers: {over}", _COLUMNS, rows)
     if batch.cp == 1:
         console.print("Without context parallelism there is no exchange.\n")
         return
     choice = exchanges.choice
     if exchanges.way_in is not None:
         ratio, with_gates = exchanges.way_in
-        console.print(
-            f"Before the rule, all_to_all sends {ratio:.2f} times as many bytes over CP as all_gather. The "
-            f"published comparison, which sends all gates in full, would give {with_gates:.2f}."
-        )
+        told = f"Before the rule, all_to_all sends {ratio:.2f} times as many bytes over CP as all_gather."
+        if with_gates is not None:
+            told += f" The published comparison, which sends all gates in full, gives {with_gates:.2f}."
+        console.print(told)
     for sentence in _impossible(choice.impossible):
         console.print(sentence)
     named = exchanges.named
@@ -101,35 +105,36 @@ def _print_memory(console: Console, plan: Plan) -> None:
     memory = asdict(plan.memory)
     rank = memory.pop("pipeline_rank")
     whose = "a rank" if plan.dims.pp == 1 else f"pipeline rank {rank}, which needs the most"
-    table = Table(title=f"Memory of {whose}", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    table.add_column("GiB", justify="right")
-    for name, size in memory.items():
-        table.add_row(_MEMORY[name], _gib(size))
-    table.add_row("peak", _gib(plan.memory.total))
-    console.print(table)
+    peak = plan.memory.total
+    unit, size_of_unit = ("GiB", 2**30) if peak >= 2**30 else ("MiB", 2**20)
+    rows = [(_MEMORY[name], size) for name, size in memory.items()] + [("peak", peak)]
+    cells = [(name, f"{size / size_of_unit:,.2f}") for name, size in rows]
+    print_table(console, f"Memory of {whose}", ("", unit), cells)
     device = f"a device of {plan.machine.memory:g} GiB"
     console.print(f"It {'fits' if plan.fits else 'does not fit'} {device}.\n{ASSUMPTIONS}")
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f}"
+def _scaled(count: int, giga: str = "B") -> str:
+    """A number of parameters or FLOPs with the letter of its unit: 79.67 B, 1.10 M."""
+    for unit, letter in ((1e9, giga), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:,.2f} {letter}"
+    return f"{count} "
+
+
+def _number(x: float, digits: int) -> str:
+    """A number with so many digits after the point, or two digits of a smaller one: never 0.0 for 0.02."""
+    return f"{x:.2g}" if 0 < abs(x) < 10**-digits else f"{x:,.{digits}f}"
 
 
 def print_sweep(swept: dict[int, list[Exchanges] | str], key: str) -> None:
     """Print bytes over CP and time of each exchange at each value, for each kind of linear attention."""
-    console = Console(width=120, highlight=False, markup=False)
+    console = make_console()
     for kind in by_kind(swept):
         first = next(iter(kind.values()))
-        table = Table(title=f"{first.kind}, {first.layers} layers", box=box.SIMPLE_HEAD)
-        table.add_column(key, justify="right")
-        for name in EXCHANGES:
-            table.add_column(f"{name}\nMB over CP", justify="right")
-            table.add_column("\nms", justify="right")
-        table.add_column("\nauto takes")
-        for value, exchanges in kind.items():
-            table.add_row(str(value), *_cells(exchanges), _auto(exchanges))
-        console.print(table)
+        columns = [f"{name}, {unit}" for name in EXCHANGES for unit in ("MB over CP", "ms")]
+        rows = [[str(value), *_cells(exchanges), _auto(exchanges)] for value, exchanges in kind.items()]
+        print_table(console, f"{first.kind}, {first.layers} layers", [key, *columns, "auto takes"], rows)
         for a, b in crossovers(kind):
             console.print(f"Between {key} {a} and {b} auto changes from {kind[a].taken} to {kind[b].taken}.")
         for value, exchanges in kind.items():
@@ -157,7 +162,7 @@ def _cells(exchanges: Exchanges) -> list[str]:
         cells += (
             ["impossible", ""]
             if cost is None or ruled_out
-            else [f"{cost.done.cp_bytes / 1e6:,.1f}", f"{cost.total * 1e3:,.2f}"]
+            else [_number(cost.done.cp_bytes / 1e6, 1), _number(cost.total * 1e3, 2)]
         )
     return cells
 

@@ -6,7 +6,7 @@ arguments are the keys of `[model.overrides]`; the string below each is its docu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn, Self, cast
 
 from torchtitan.models.common import Embedding, FeedForward, RMSNorm
@@ -79,6 +79,10 @@ class HybridArguments:
     """Hidden width of dense feed-forwards."""
 
     def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            most = 10_000 if name == "n_layers" else 2**31 - 1  # far above any model
+            if isinstance(value := getattr(self, name), int) and value > most:
+                self.refuse(name, f"at most {most}")
         self.check_at_least_1(
             "vocab_size",
             "dim",

@@ -13,4 +13,4 @@ class DebugConfig(TorchTitanDebugConfig):
     """Whether an error prints its traceback, not only one line and the file that holds the traceback"""
 
     name_nonfinite: bool = False
-    """Whether a loss that is not finite names the first tensor of its step that is not; slows each step down"""
+    """Whether a step whose gradients are not finite names its first such tensor; slows each step down"""

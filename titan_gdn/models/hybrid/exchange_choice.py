@@ -36,8 +36,19 @@ def choose_exchanges(model: Decoder.Config, config: "Trainer.Config") -> None:
                 layer.run = replace(layer.run, exchange=choice.name)
         logger.info(
             f"Exchange of {kind.layer_class.title} at CP {parallelism.context_parallel_degree}, "
-            f"TP {parallelism.tensor_parallel_degree}: {choice.name} ({choice.reason})"
+            f"TP {parallelism.tensor_parallel_degree}: {choice.name} ({_in_short(choice)})"
         )
+
+
+def _in_short(choice: Choice) -> str:
+    """The times that decide. The planner prints what they consist of, and why an exchange is impossible."""
+    ranked = sorted(choice.costs, key=lambda name: choice.costs[name].total)
+    told = ", ".join(f"{name} {choice.costs[name].total * 1e3:.3g} ms" for name in ranked) + " per layer"
+    if choice.name != ranked[0]:
+        told += f"; within 1% of {ranked[0]}, with smaller buffers"
+    if choice.impossible:
+        told += f"; impossible: {', '.join(choice.impossible)}"
+    return told
 
 
 def choice_of(model: Decoder.Config, layer: LinearAttention.Config, config: "Trainer.Config") -> Choice:

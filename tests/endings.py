@@ -132,11 +132,12 @@ def _rank(argv, prepare, rank, world_size, port, path):
     import torchtitan.trainer
 
     from titan_gdn import train
+    from titan_gdn.endings import errors
 
     torchtitan.trainer.time.sleep = _no_pause(torchtitan.trainer.time.sleep)
     if prepare is not None:
         prepare()
-    train.main(argv)
+    errors.run(lambda: train.main(argv))
 
 
 def _no_pause(sleep):

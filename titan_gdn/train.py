@@ -5,10 +5,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from titan_gdn.runtime import cpu
-from titan_gdn.runtime.silence import silence_libraries
+from titan_gdn.endings import errors
+from titan_gdn.endings.signals import SIGNALS, Stopped, command
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -35,9 +35,14 @@ def main(argv: list[str] | None = None) -> None:
     Args:
         argv: The command line, `sys.argv[1:]` by default.
     """
-    silence_libraries()
+    SIGNALS.install()
     for name, value in _ONE_RANK.items():
         os.environ.setdefault(name, value)
+    # Only now, because these imports take seconds, in which a signal must be handled.
+    from titan_gdn.runtime import cpu
+    from titan_gdn.runtime.silence import silence_libraries
+
+    silence_libraries()
     cpu.enable()
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger, logger
@@ -52,15 +57,17 @@ def main(argv: list[str] | None = None) -> None:
     try:
         config = load_config(sys.argv[1:] if argv is None else argv, world_size)
     except ConfigError as error:
-        if rank == 0:
-            print(f"titan_gdn: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(5)  # torchrun kills all ranks when one exits: let rank 0 print first
+        if rank != 0:
+            time.sleep(errors.TURN)  # torchrun ends all ranks when one has: rank 0 has the same error
+        errors.tell(str(error))
         sys.exit(2)
     logger.setLevel(logging.INFO if rank == _metrics_rank(config, world_size) else logging.ERROR)
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
     )
+    if "://" not in config.dump_folder:
+        errors.REPORTER.folder = os.path.join(config.dump_folder, "errors")
+    errors.REPORTER.traceback = getattr(config.debug, "traceback", False)
     logger.info(f"Outputs are in {os.path.abspath(config.dump_folder)}")
     _run(config)
 
@@ -69,7 +76,6 @@ def _run(config: "Trainer.Config") -> None:
     import torch
     from torchtitan.tools.logging import logger
 
-    from titan_gdn.checkpoint.steps import SaveError
     from titan_gdn.runtime import nonfinite, progress
 
     trainer = config.build()
@@ -80,16 +86,44 @@ def _run(config: "Trainer.Config") -> None:
             trainer.checkpointer.save(curr_step=0, last_step=True)
             logger.info("Created seed checkpoint")
         else:
+            SIGNALS.watch(trainer)
             with progress.shown(trainer):
                 trainer.train()
         if ended:
             _end_early(trainer)
-    except (SaveError, nonfinite.NonfiniteError) as error:
-        _fail(str(error))
-    finally:
         trainer.close()
+    except Stopped:
+        _stop(trainer)
     torch.distributed.destroy_process_group()
     logger.info(f"Outputs are in {os.path.abspath(config.dump_folder)}")
+
+
+def _stop(trainer: "Trainer") -> None:
+    """Save the step behind which all ranks have stopped, say how to go on, and exit."""
+    from torchtitan.tools.logging import logger
+
+    from titan_gdn.models.hybrid.checkpoint_manager import HybridCheckpointManager
+
+    checkpointer, step = trainer.checkpointer, trainer.step
+    saved = isinstance(checkpointer, HybridCheckpointManager) and checkpointer.save_now(step)
+    trainer.close()
+    if logger.isEnabledFor(logging.INFO):
+        if saved:
+            kept = f"which is saved in {os.path.abspath(checkpointer.folder)}. To go on"
+        else:
+            key = "checkpoint.enable" if not trainer.config.checkpoint.enable else "checkpoint.save_on_signal"
+            kept = f"which is not saved ({key} = false). To begin with the newest step that is"
+        errors.tell(
+            f"{SIGNALS.name}: stopped after step {step} of training.steps = {trainer.config.training.steps}, "
+            f"{kept}: {command()}"
+        )
+    else:
+        time.sleep(errors.TURN)  # torchrun ends all ranks when one has: the rank that logs speaks first
+    sys.exit(SIGNALS.code)
+
+
+class DataError(RuntimeError):
+    """The data do not suffice for the run."""
 
 
 def _note_end_of_data(trainer: "Trainer") -> list[bool]:
@@ -121,21 +155,13 @@ def _end_early(trainer: "Trainer") -> None:
     trainer.step -= 1
     steps = trainer.config.training.steps
     if trainer.step == 0:
-        _fail("the data end before the first step: they hold less than one batch for each rank")
+        raise DataError("the data end before the first step: they hold less than one batch for each rank")
     if isinstance(trainer.checkpointer, HybridCheckpointManager):
         trainer.checkpointer.save_early(trainer.step)
     logger.warning(
         f"Training ended after step {trainer.step} of training.steps = {steps}, because the data ended "
         "(dataloader.infinite = false)"
     )
-
-
-def _fail(message: str) -> NoReturn:
-    """Print a message and exit. Rank 0 prints first; unless it hangs, torchrun then kills the others."""
-    if os.environ["RANK"] != "0":
-        time.sleep(5)
-    print(f"titan_gdn: {message}", file=sys.stderr, flush=True)
-    sys.exit(1)
 
 
 def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:
@@ -153,4 +179,4 @@ def _metrics_rank(config: "Trainer.Config", world_size: int) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

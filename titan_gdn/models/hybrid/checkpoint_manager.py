@@ -43,10 +43,15 @@ class HybridCheckpointManager(CheckpointManager):
         """Model dtype used by a final model-only checkpoint. "none" gives each tensor of Hugging Face files
         the dtype that it had in the files that the run began with."""
 
+        save_on_signal: bool = True
+        """Whether Ctrl-C and SIGTERM save the step behind which they end the run"""
+
     def __init__(self, config: Config, **states: Any) -> None:
         # TorchTitan's default is float32, which its DCP checkpoints of the model alone keep.
         super().__init__(replace(config, export_dtype=config.export_dtype or "float32"), **states)
         self._export_dtype = config.export_dtype and TORCH_DTYPE_MAP[config.export_dtype]
+        self._save_on_signal = config.save_on_signal
+        self._now = False
         self._source: str | None = None
         self._at: str | None = None  # what was loaded or saved last
 
@@ -60,6 +65,24 @@ class HybridCheckpointManager(CheckpointManager):
         self.maybe_wait_for_saving()
         if self.last_save_in_hf or self._at != self._create_checkpoint_id(step):
             self.save(step, last_step=True)
+
+    def save_now(self, step: int) -> bool:
+        """Saves a step with its training state, whatever the interval, unless it was just saved or loaded.
+
+        Returns:
+            Whether the step is saved: not if `enable` or `save_on_signal` is off, or the run only loads.
+        """
+        if not self.enable or self.load_only or not self._save_on_signal:
+            return False
+        self.maybe_wait_for_saving()
+        if self._at != self._create_checkpoint_id(step):
+            self._now = True
+            self.save(step)
+            self.maybe_wait_for_saving()
+        return True
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return (self._now and not self.load_only) or super()._should_save(curr_step, last_step)
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool

@@ -1,0 +1,147 @@
+"""Ctrl-C and SIGTERM end a run behind a whole step, which is saved.
+
+Until training begins, a signal ends the process at once: nothing is lost. Then the handler only remembers the
+signal, and all ranks agree behind each step whether to stop, because a signal reaches ranks in different steps, or
+one rank alone, and a rank that stops by itself leaves the others waiting in a collective. The agreement is an
+all-reduce of one integer over gloo: it costs less than a millisecond and does not wait for a GPU's stream.
+
+torchrun passes on the signals that it gets, and kills its workers after 30 seconds; `--shutdown-timeout` changes
+that. A worker whose launcher was killed gets a SIGTERM from the kernel.
+"""
+
+import ctypes
+import os
+import shlex
+import signal
+import sys
+import time
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME = 5.0
+"""Seconds in which a signal that comes again is the same: schedulers send it to torchrun and to its workers."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Stopped(BaseException):
+    """All ranks have agreed to stop behind the step that was just taken.
+
+    Not an `Exception`, so that no library takes it for an error.
+    """
+
+
+class Signals:
+    """The signals that this process got.
+
+    Attributes:
+        number: The first signal, 0 if there was none.
+        count: How many there were.
+        graceful: Whether the run finishes its step and saves it; until then, a signal ends the process.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.count = 0
+        self.graceful = False
+        self._when = 0.0
+        self._group: Any = None
+
+    def install(self) -> None:
+        """Handle signals, and get one when the launcher dies. Call this first: imports take seconds."""
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            launcher = os.getppid()
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != launcher:  # it died before the call
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        now = time.monotonic()
+        if self.number and now - self._when < _SAME:
+            return
+        again, self.number, self._when = bool(self.number), self.number or number, now
+        if again:
+            self._leave("again, so the run ends at once. What was saved before is complete")
+        if not self.graceful:
+            self._leave("before the first step: nothing was trained, nothing is lost")
+
+    def _leave(self, why: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"titan_gdn: {self.name} {why}\n".encode())
+        os._exit(self.code)
+
+    @property
+    def name(self) -> str:
+        """The name of the signal, such as "SIGTERM"."""
+        return signal.Signals(self.number).name
+
+    @property
+    def code(self) -> int:
+        """The exit code that a shell gives to a process which the signal ended."""
+        return 128 + self.number
+
+    def watch(self, trainer: "Trainer") -> None:
+        """Make a trainer raise `Stopped` behind a step, a save or a batch of a validation, on all ranks alike."""
+        self.graceful = True
+        if trainer.config.comm.mode == "fake_backend":  # one process stands for all ranks
+            return
+        import torch.distributed as dist
+
+        # A rank may wait for the slowest one's step, however long that takes.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        step, goes_on = trainer.train_step, trainer.should_continue_training
+
+        def train_step(*args: Any, **kwargs: Any) -> None:
+            step(*args, **kwargs)
+            self._agree()
+
+        def should_continue_training() -> bool:
+            self._agree()  # the signal came in a save or a validation
+            return goes_on()
+
+        trainer.train_step = train_step
+        trainer.should_continue_training = should_continue_training
+        if trainer.config.validator.enable:
+            prepare = trainer.validator.post_dataloading_process
+
+            def post_dataloading_process(*args: Any, **kwargs: Any) -> Any:
+                self._agree()
+                return prepare(*args, **kwargs)
+
+            trainer.validator.post_dataloading_process = post_dataloading_process
+
+    def _agree(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        number = torch.tensor(self.number, dtype=torch.int32)
+        dist.all_reduce(number, dist.ReduceOp.MAX, self._group)
+        if number:
+            self.number = int(number)
+            raise Stopped
+
+
+SIGNALS = Signals()
+
+
+def command() -> str:
+    """The command that started this run."""
+    own = shlex.join(["python", "-m", "titan_gdn.train", *sys.argv[1:]])
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return own
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline") as file:
+            words = file.read().split("\0")[:-1]
+    except OSError:
+        return own
+    launchers = [i for i, word in enumerate(words) if os.path.basename(word) == "torchrun"]
+    if launchers:
+        return shlex.join(["torchrun", *words[launchers[0] + 1 :]])
+    return shlex.join(words) if "titan_gdn.train" in words else own

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from titan_gdn.endings import errors
-from titan_gdn.endings.signals import SIGNALS, Stopped, command
+from titan_gdn.endings.signals import SIGNALS, Stopped
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -115,7 +115,7 @@ def _stop(trainer: "Trainer") -> None:
             kept = f"which is not saved ({key} = false). To begin with the newest step that is"
         errors.tell(
             f"{SIGNALS.name}: stopped after step {step} of training.steps = {trainer.config.training.steps}, "
-            f"{kept}: {command()}"
+            f"{kept}: {SIGNALS.command}"
         )
     else:
         time.sleep(errors.TURN)  # torchrun ends all ranks when one has: the rank that logs speaks first

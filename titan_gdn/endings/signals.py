@@ -41,12 +41,14 @@ class Signals:
     Attributes:
         number: The first signal, 0 if there was none.
         count: How many there were.
+        command: The command that started this run.
         graceful: Whether the run finishes its step and saves it; until then, a signal ends the process.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.count = 0
+        self.command = ""
         self.graceful = False
         self._when = 0.0
         self._group: Any = None
@@ -55,6 +57,7 @@ class Signals:
         """Handle signals, and get one when the launcher dies. Call this first: imports take seconds."""
         for number in _SIGNALS:
             signal.signal(number, self._handle)
+        self.command = _command()  # as long as the launcher lives
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             launcher = os.getppid()
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -128,10 +131,7 @@ class Signals:
             raise Stopped
 
 
-SIGNALS = Signals()
-
-
-def command() -> str:
+def _command() -> str:
     """The command that started this run."""
     own = shlex.join(["python", "-m", "titan_gdn.train", *sys.argv[1:]])
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -145,3 +145,6 @@ def command() -> str:
     if launchers:
         return shlex.join(["torchrun", *words[launchers[0] + 1 :]])
     return shlex.join(words) if "titan_gdn.train" in words else own
+
+
+SIGNALS = Signals()

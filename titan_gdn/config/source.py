@@ -120,6 +120,7 @@ def nearest(given: str, possible: list[str]) -> str:
 
 _UNNAMED = {
     "debug.batch_invariant = true": "Batch-invariant mode",
+    "debug.spmd_typechecking = true": "SPMD typechecking is not supported",
     "compile.enable_async_tensor_parallel = true": "Async TP requires",
 }
 """How messages of TorchTitan begin that do not name their key."""

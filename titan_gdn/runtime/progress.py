@@ -73,7 +73,7 @@ class _Line:
         """Replace the line; "" removes it."""
         with self.lock:
             if text != self.text:
-                width = os.get_terminal_size(self.terminal.fileno()).columns
+                width = os.get_terminal_size(self.terminal.fileno()).columns or 80  # 0 where nobody has said
                 self.terminal.write(_CLEAR + text[: width - 1])
                 self.terminal.flush()
                 self.text = text
@@ -120,7 +120,11 @@ class _Step:
                 self.begin, self.microbatch = time.monotonic(), 0
             self.microbatch += doing == "forward"
             self.doing = doing
-            return call(*args, **kwargs)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                if doing not in ("forward", "optimizer"):  # a part of a step, whose end is the step's
+                    self.doing = ""
 
         setattr(owner, name, announced)
 
@@ -129,9 +133,9 @@ class _Step:
             self.doing = "backward"
 
     def text(self) -> str:
-        """The line; empty while a step is short."""
+        """The line; empty while a step is short, and between steps."""
         seconds = time.monotonic() - self.begin
-        if seconds < _AFTER:
+        if seconds < _AFTER or not self.doing:
             return ""
         count = self.trainer.gradient_accumulation_steps
         part = f"micro-batch {self.microbatch}/{count}, " if self.doing in ("forward", "backward") else ""

@@ -1,7 +1,7 @@
 """Runs of the command on several ranks: what a terminal shows, and how they end.
 
-`run(argv, world_size)` forks ranks from the server of `tests.ranks` and plays the part of torchrun: it waits for
-all ranks, ends the others with SIGTERM when one has failed, and kills them after `GRACE` seconds. A run costs
+`run(argv, world_size)` forks ranks from the server of `tests.ranks` and does what torchrun does: it waits for all
+ranks, ends the others with SIGTERM when one has failed, and kills them after `GRACE` seconds. A run costs
 seconds, not the half minute of a torchrun that imports everything again.
 """
 
@@ -48,8 +48,8 @@ def run(argv, world_size=2, *, prepare=None, act=None, timeout=60):
         argv: The command line without the program's name.
         world_size: Number of ranks.
         prepare: A function that each rank calls first.
-        act: A function that is called once the ranks run, with their processes and a function that returns the
-            screen so far (see `after`). It may send signals.
+        act: A function that is called once the ranks run, with their processes and a function that returns
+            the screen so far (see `after`). It may send signals.
         timeout: Seconds after which the run hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,9 @@ def run(argv, world_size=2, *, prepare=None, act=None, timeout=60):
         port = ranks._free_port()
         started = time.monotonic()
         processes = [
-            ranks._server.Process(target=_rank, args=(argv, prepare, rank, world_size, port, path), daemon=True)
+            ranks._server.Process(
+                target=_rank, args=(argv, prepare, rank, world_size, port, path), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in processes:

@@ -1,7 +1,7 @@
 """Sixty runs with one thing wrong: each is told in a line, hangs nowhere and loses nothing that was saved.
 
-Every case starts from the same run on two ranks, which has saved steps 2 and 4 and goes on to step 6. A case changes
-a key, a file, a folder, or sends a signal. What must hold for all of them is in `check`.
+Every case starts from the same run on two ranks, which has saved steps 2 and 4 and goes on to step 6. A case
+changes a key, a file, a folder, or sends a signal. What must hold for all of them is in `check`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests import endings, hf, interruption_cases, ranks
+from tests import endings, hf, interruption_cases
 from titan_gdn.checkpoint.steps import complete_steps
 
 DENSE = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 0}
@@ -316,13 +316,16 @@ def full_disk():
     interruption_cases._in_a_save(1, "write_data", 6, fill)
 
 
-@case(FAILED, 'step-6.*No space left|File too large.*newest .* step-4')
+@case(FAILED, "step-6.*No space left|File too large.*newest .* step-4")
 def a_disk_that_fills_in_a_save(run):
     run.prepare = full_disk
 
 
 def die_in_a_save():
-    interruption_cases._in_a_save(1, "write_data", 6, lambda: os.kill(os.getpid(), signal.SIGKILL), halfway=True)
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    interruption_cases._in_a_save(1, "write_data", 6, die, halfway=True)
 
 
 @case(-signal.SIGKILL)
@@ -357,25 +360,24 @@ def an_error_of_one_rank(run):
 # --- signals ---
 
 
-def signaled(name, number, moment, *ranks, words=("--training.steps", "500")):
+def signaled(name, number, moment, *ranks, words=()):
     def prepared(run):
-        run.set(*words)
+        run.set("--training.steps", "500", *words)
         run.act = endings.after(moment, endings.send(number, *ranks))
 
     CASES[name] = (prepared, 128 + number, r"step-?\W*\d+[\s\S]*titan_gdn\.train")
 
 
+VALIDATION = ["--validator.enable", "--validator.freq", "1", "--validator.steps", "2"]
+
 signaled("ctrl_c_in_a_step", signal.SIGINT, "step: *6")
 signaled("sigterm_in_a_step", signal.SIGTERM, "step: *6")
 signaled("sigterm_for_one_rank", signal.SIGTERM, "step: *6", 1)
+signaled("sigterm_in_a_validation", signal.SIGTERM, "validate step: *6", words=VALIDATION)
+signaled("sigterm_in_a_save", signal.SIGTERM, "Saving the checkpoint")
 signaled(
-    "sigterm_in_a_validation",
-    signal.SIGTERM,
-    "validate step: *6",
-    words=["--training.steps", "500", "--validator.enable", "--validator.freq", "1", "--validator.steps", "2"],
+    "ctrl_c_in_an_asynchronous_save", signal.SIGINT, "step: *6", words=["--checkpoint.async_mode", "async"]
 )
-signaled("sigterm_in_a_save", signal.SIGTERM, "Saving a? ?checkpoint|Saving the checkpoint")
-signaled("ctrl_c_in_an_asynchronous_save", signal.SIGINT, "step: *6", words=["--training.steps", "500", "--checkpoint.async_mode", "async"])
 
 
 # --- what must hold for all of them ---

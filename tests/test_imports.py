@@ -13,7 +13,8 @@ ROOT = pathlib.Path(titan_gdn.__file__).parent
 # From the ground up. A room is a folder or a file; "models/*" is the folder of each model family. A file may
 # import from its own room and from lower floors.
 FLOORS = [
-    ("assets", "checkpoint", "data", "endings", "ops", "runtime"),
+    ("assets", "ops", "runtime"),
+    ("checkpoint", "data", "display", "endings"),
     ("parallel",),
     ("layers",),
     ("models/hybrid",),

@@ -7,7 +7,7 @@ import torch
 
 from tests import ranks
 from tests.draw import in_sets
-from titan_gdn.runtime.nonfinite import NonfiniteError, watch
+from titan_gdn.endings.nonfinite import NonfiniteError, watch
 
 BASE = [
     "--job.config_file", "train_configs/qwen3_next_debug.toml", "--training.steps", "4", "--training.seq_len",
@@ -67,7 +67,7 @@ def test_without_names_the_step_and_the_key_are_told_and_nothing_is_applied():
 
 @pytest.mark.slow
 def test_torchtitan_alone_applies_nan_and_goes_on():
-    """Once it does not, `titan_gdn.runtime.nonfinite` need not look at the norm."""
+    """Once it does not, `titan_gdn.endings.nonfinite` need not look at the norm."""
     assert ranks.run(train, 1, BASE, "layers.1", "output", 0, False) == [(None, False)]
 
 

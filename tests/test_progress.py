@@ -16,7 +16,7 @@ from typing import NamedTuple, TextIO
 import pytest
 import torch
 
-from titan_gdn.runtime import progress
+from titan_gdn.display import progress
 
 CLEAR = "\r\x1b[K"
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from titan_gdn.bench import layer
 from titan_gdn.bench.__main__ import main as bench
 from titan_gdn.bench.options import LayerOptions
+from titan_gdn.display.tables import console, print_table
 from titan_gdn.plan import table
 from titan_gdn.plan.__main__ import main as plan
-from titan_gdn.runtime.tables import console, print_table
 
 WIDTHS = [80, 100, 120]
 

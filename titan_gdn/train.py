@@ -76,7 +76,8 @@ def _run(config: "Trainer.Config") -> None:
     import torch
     from torchtitan.tools.logging import logger
 
-    from titan_gdn.runtime import nonfinite, progress
+    from titan_gdn.display import progress
+    from titan_gdn.endings import nonfinite
 
     trainer = config.build()
     nonfinite.watch(trainer)
@@ -99,7 +100,7 @@ def _run(config: "Trainer.Config") -> None:
 
 
 def _stop(trainer: "Trainer") -> None:
-    """Save the step behind which all ranks have stopped, say how to go on, and exit."""
+    """Save the step after which all ranks have stopped, say how to go on, and exit."""
     from torchtitan.tools.logging import logger
 
     from titan_gdn.models.hybrid.checkpoint_manager import HybridCheckpointManager

@@ -241,9 +241,14 @@ FLOORS = (
         "a DeviceMesh and tensors in, tensors out; one file per exchange",
     ),
     (
+        "around",
+        ("data/", "checkpoint/", "endings/", "display/"),
+        "data sets; model directories; how a run ends; what a terminal shows",
+    ),
+    (
         "ground",
-        ("ops/", "data/", "checkpoint/", "assets/", "runtime/"),
-        "pure functions on local tensors; data sets; model directories; patches of libraries",
+        ("ops/", "assets/", "runtime/"),
+        "pure functions on local tensors; patches of libraries",
     ),
 )
 """From the top: a floor's name, its folders and files in titan_gdn, and what they hold."""

@@ -25,13 +25,13 @@ from torchtitan.tools.utils import device_module, device_type
 
 from titan_gdn.bench.options import LayerOptions
 from titan_gdn.bench.recorder import BytesSent
+from titan_gdn.display.tables import cell, console, print_table
 from titan_gdn.layers.linear_attention import LinearAttention, LinearAttentionConfig, Widths
 from titan_gdn.parallel.exchange.base import Exchange
 from titan_gdn.parallel.exchange.registry import impossible, traffic
 from titan_gdn.parallel.segments import shard_order
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 from titan_gdn.parallel.traffic import LayerShape, ShardedBatch
-from titan_gdn.runtime.tables import cell, console, print_table
 
 
 def find_layer(name: str) -> type[LinearAttention]:

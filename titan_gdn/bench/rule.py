@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_gdn import ops
 from titan_gdn.bench.options import RuleOptions
+from titan_gdn.display.tables import console, print_table
 from titan_gdn.ops.flops import chunked_rule_flops
-from titan_gdn.runtime.tables import console, print_table
 
 Rule = Callable[..., Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,7 @@
 """An error is one line on the screen, first and last; its traceback is in a file.
 
-The exceptions of this package hold a sentence for the user. Others are programming errors or those of libraries:
-the line has their first line and names the file of the traceback.
+The exceptions of this package hold a sentence for the user. Others are programming errors or those of
+libraries: the line has their first line and names the file of the traceback.
 """
 
 import atexit
@@ -19,8 +19,8 @@ from typing import NoReturn
 from titan_gdn.endings.signals import SIGNALS
 
 _OF_PEERS = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|closed by peer|[Tt]imed out|NCCL|TCPStore|Socket|store->get"
-    r"|failed to (recv|send)|all_gather_object|DistNetworkError|DistBackendError|ProcessGroup.*abort"
+    r"Connection (closed|reset|refused)|Broken pipe|closed by peer|[Tt]imed out|NCCL|TCPStore|Socket"
+    r"|store->get|failed to (recv|send)|all_gather_object|DistNetworkError|DistBackendError|ProcessGroup.*abort"
 )
 """What an error says that only follows from the end of another rank."""
 
@@ -93,8 +93,8 @@ def tell(line: str) -> None:
 def run(main: Callable[[], None]) -> NoReturn:
     """Call the main function of a process and end the process with its exit code.
 
-    The interpreter is not torn down: threads of gloo that outlive their process group would then abort a process
-    that has finished and saved ("terminate called without an active exception").
+    The interpreter is not torn down: threads of gloo that outlive their process group would then abort a
+    process that has finished and saved ("terminate called without an active exception").
     """
     code = 0
     try:

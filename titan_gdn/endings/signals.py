@@ -1,11 +1,11 @@
-"""Ctrl-C and SIGTERM end a run behind a whole step, which is saved.
+"""Ctrl-C and SIGTERM end a run after a whole step, which is saved.
 
 Until training begins, a signal ends the process at once: nothing is lost. Then the handler only remembers the
-signal, and all ranks agree behind each step whether to stop, because a signal reaches ranks in different steps, or
-one rank alone, and a rank that stops by itself leaves the others waiting in a collective. The agreement is an
-all-reduce of one integer over gloo: it costs less than a millisecond and does not wait for a GPU's stream.
+signal, and all ranks agree after each step whether to stop: a signal reaches ranks in different steps, or one
+rank alone, and a rank that stops by itself leaves the others waiting in a collective. The agreement is an
+all-reduce of one integer over gloo, which does not wait for a GPU's stream.
 
-torchrun passes on the signals that it gets, and kills its workers after 30 seconds; `--shutdown-timeout` changes
+torchrun forwards the signals that it gets, and kills its workers after 30 seconds; `--shutdown-timeout` changes
 that. A worker whose launcher was killed gets a SIGTERM from the kernel.
 """
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME = 5.0
-"""Seconds in which a signal that comes again is the same: schedulers send it to torchrun and to its workers."""
+"""Seconds in which a signal that comes again is the same one: schedulers send it to torchrun and its workers."""
 _PR_SET_PDEATHSIG = 1
 
 
 class Stopped(BaseException):
-    """All ranks have agreed to stop behind the step that was just taken.
+    """All ranks have agreed to stop after the step that was just taken.
 
     Not an `Exception`, so that no library takes it for an error.
     """
@@ -91,7 +91,7 @@ class Signals:
         return 128 + self.number
 
     def watch(self, trainer: "Trainer") -> None:
-        """Make a trainer raise `Stopped` behind a step, a save or a batch of a validation, on all ranks alike."""
+        """Make a trainer raise `Stopped` after a step, a save or a batch of validation, on all ranks alike."""
         self.graceful = True
         if trainer.config.comm.mode == "fake_backend":  # one process stands for all ranks
             return

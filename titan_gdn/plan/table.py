@@ -4,12 +4,12 @@ from dataclasses import asdict
 
 from rich.console import Console
 
+from titan_gdn.display.tables import console as make_console
+from titan_gdn.display.tables import print_table
 from titan_gdn.parallel.cost import grouped_by_reason
 from titan_gdn.parallel.exchange.registry import EXCHANGES
 from titan_gdn.plan.memory import ASSUMPTIONS
 from titan_gdn.plan.plan import Exchanges, Plan, by_kind, crossovers
-from titan_gdn.runtime.tables import console as make_console
-from titan_gdn.runtime.tables import print_table
 
 NOTES = (
     "MB that a rank sends per layer, and ms per layer: forward, its recompute if the layer is checkpointed, "

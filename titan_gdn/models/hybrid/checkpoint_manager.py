@@ -44,7 +44,7 @@ class HybridCheckpointManager(CheckpointManager):
         the dtype that it had in the files that the run began with."""
 
         save_on_signal: bool = True
-        """Whether Ctrl-C and SIGTERM save the step behind which they end the run"""
+        """Whether Ctrl-C and SIGTERM save the step after which they end the run"""
 
     def __init__(self, config: Config, **states: Any) -> None:
         # TorchTitan's default is float32, which its DCP checkpoints of the model alone keep.

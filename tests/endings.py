@@ -1,7 +1,7 @@
 """Runs of the command on several ranks: what a terminal shows, and how they end.
 
-`run(argv, world_size)` forks ranks from the server of `tests.ranks` and does what torchrun does: it waits for all
-ranks, ends the others with SIGTERM when one has failed, and kills them after `GRACE` seconds. A run costs
+`run(argv, world_size)` forks ranks from the server of `tests.ranks` and does what torchrun does: it waits for
+all ranks, ends the others with SIGTERM when one has failed, and kills them after `GRACE` seconds. A run costs
 seconds, not the half minute of a torchrun that imports everything again.
 """
 

@@ -20,7 +20,7 @@ from titan_gdn.endings.signals import SIGNALS
 
 _OF_PEERS = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|closed by peer|[Tt]imed out|NCCL|TCPStore|Socket"
-    r"|store->get|failed to (recv|send)|all_gather_object|DistNetworkError|DistBackendError|ProcessGroup.*abort"
+    r"|store->get|failed to (recv|send)|DistNetworkError|DistBackendError|ProcessGroup.*abort"
 )
 """What an error says that only follows from the end of another rank."""
 

@@ -5,8 +5,8 @@ signal, and all ranks agree after each step whether to stop: a signal reaches ra
 rank alone, and a rank that stops by itself leaves the others waiting in a collective. The agreement is an
 all-reduce of one integer over gloo, which does not wait for a GPU's stream.
 
-torchrun forwards the signals that it gets, and kills its workers after 30 seconds; `--shutdown-timeout` changes
-that. A worker whose launcher was killed gets a SIGTERM from the kernel.
+torchrun forwards the signals that it gets, and kills its workers after 30 seconds; `--shutdown-timeout`
+changes that. A worker whose launcher was killed gets a SIGTERM from the kernel.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME = 5.0
-"""Seconds in which a signal that comes again is the same one: schedulers send it to torchrun and its workers."""
+"""Seconds in which a signal that comes again is the same one: schedulers send it to all processes."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -91,7 +91,7 @@ class Signals:
         return 128 + self.number
 
     def watch(self, trainer: "Trainer") -> None:
-        """Make a trainer raise `Stopped` after a step, a save or a batch of validation, on all ranks alike."""
+        """Make a trainer raise `Stopped` after a step, a save or a validation batch, on all ranks alike."""
         self.graceful = True
         if trainer.config.comm.mode == "fake_backend":  # one process stands for all ranks
             return

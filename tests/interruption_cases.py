@@ -22,9 +22,10 @@ def main(argv, log=None):
     from torchtitan.components.metrics import MetricsProcessor
 
     from titan_gdn import train
+    from titan_gdn.endings import errors
 
     torchtitan.trainer.time.sleep = lambda seconds: None
-    losses, lines, error, code = [], io.StringIO(), io.StringIO(), 0
+    losses, lines, error = [], io.StringIO(), io.StringIO()
 
     def log_step(self, step, loss, *args, **kwargs):
         losses.append(loss)
@@ -34,10 +35,7 @@ def main(argv, log=None):
 
     MetricsProcessor.log = log_step
     with contextlib.redirect_stdout(lines), contextlib.redirect_stderr(error):
-        try:
-            train.main(argv)
-        except SystemExit as end:
-            code = end.code
+        code = errors.code_of(lambda: train.main(argv))
     return {"code": code, "losses": losses, "log": lines.getvalue(), "error": error.getvalue()}
 
 

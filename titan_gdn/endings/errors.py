@@ -96,18 +96,23 @@ def run(main: Callable[[], None]) -> NoReturn:
     The interpreter is not torn down: threads of gloo that outlive their process group would then abort a
     process that has finished and saved ("terminate called without an active exception").
     """
-    code = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        code = REPORTER.report(error)
+    code = code_of(main)
     atexit._run_exitfuncs()  # pyright: ignore  # what libraries still have to write
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def code_of(main: Callable[[], None]) -> int:
+    """Call the main function of a process, report its error, and return the exit code."""
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        return REPORTER.report(error)
+    return 0
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -1,0 +1,200 @@
+"""How a run ends: signals save a step that goes on exactly, errors are one line, a finished run ends with 0."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests import endings, hf, interruption_cases, ranks, test_hard_days
+from titan_gdn.checkpoint.steps import complete_steps
+from titan_gdn.endings import errors
+
+OVERRIDES = hf.overrides(hf._qwen3_next(**test_hard_days.DENSE)[0])
+WHOLE = {"enable": True, "interval": 100, "last_save_model_only": False}
+
+
+def run_toml(folder, **sections):
+    return ["--job.config_file", hf.toml(str(folder), OVERRIDES, **{"checkpoint": WHOLE, **sections})]
+
+
+def own(folder):
+    return str(folder / "out" / "checkpoint")
+
+
+# --- signals ---
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, accumulation):
+    training = {"steps": 8, "global_batch_size": 8 * accumulation}
+    argv = run_toml(tmp_path, training=training)
+    whole = ranks.run(interruption_cases.main, 2, [*argv, "--job.dump_folder", str(tmp_path / "whole")])[0]
+    stopped = endings.run(argv, act=endings.after("step: *3", endings.send(signal.SIGTERM)))
+    assert stopped.code == 128 + signal.SIGTERM, stopped.screen
+    (step,) = complete_steps(own(tmp_path))
+    assert 3 <= step < 8
+    resumed = ranks.run(interruption_cases.main, 2, argv)[0]
+    assert resumed["losses"] == whole["losses"][step:]
+
+
+def test_a_key_turns_off_the_save_of_a_stopped_run(tmp_path):
+    argv = run_toml(tmp_path, checkpoint=WHOLE | {"save_on_signal": False}, training={"steps": 500})
+    ending = endings.run(argv, 1, act=endings.after("step: *2", endings.send(signal.SIGINT)))
+    assert ending.codes == [130] and complete_steps(own(tmp_path)) == []
+    assert "is not saved (checkpoint.save_on_signal = false)" in ending.screen
+
+
+def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path):
+    argv = run_toml(tmp_path, training={"steps": 500})
+    ending = endings.run(argv, act=endings.after("Building device mesh", endings.send(signal.SIGTERM)))
+    assert ending.codes == [143, 143]
+    assert ending.screen.count("SIGTERM before the first step: nothing was trained") == 1
+
+
+def send_twice(processes):
+    endings.send(signal.SIGINT)(processes)
+    time.sleep(0.3)  # a scheduler and torchrun send it both: this is the same signal
+    endings.send(signal.SIGINT)(processes)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(tmp_path):
+    argv = run_toml(tmp_path, training={"steps": 500})
+    ending = endings.run(argv, prepare=slow_steps, act=endings.after("step: *2", send_twice))
+    assert ending.codes == [130, 130] and len(complete_steps(own(tmp_path))) == 1, ending.screen
+
+
+def slow_steps():
+    from torchtitan.trainer import Trainer
+
+    original = Trainer.train_step
+
+    def step(self, *args, **kwargs):
+        time.sleep(1)
+        return original(self, *args, **kwargs)
+
+    Trainer.train_step = step
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_traceback_is_in_a_file_and_on_the_screen_if_asked_for(tmp_path, shown):
+    argv = run_toml(tmp_path, training={"steps": 9}, debug={"traceback": shown})
+    ending = endings.run(argv, prepare=test_hard_days.break_a_step)
+    path = re.search(r"titan_gdn: rank 1: RuntimeError: .*\(traceback: (\S+);", ending.screen)[1]
+    assert "this is the second line" in open(path).read()
+    assert ("Traceback" in ending.screen) == shown
+    assert os.path.dirname(path) == str(tmp_path / "out" / "errors")
+
+
+def test_the_last_line_of_torchrun_is_ours(tmp_path, monkeypatch, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    errors.tell("optimizer.lr = inf: expected a finite number")
+    failure = ProcessFailure(0, 1234, 2, str(tmp_path / "error.json"))
+    *_, line, border = str(ChildFailedError("titan_gdn.train", {0: failure})).splitlines()
+    assert line.endswith("titan_gdn: optimizer.lr = inf: expected a finite number") and set(border) == {"="}
+
+
+# --- the command itself ---
+
+
+def torchrun(folder, *argv):
+    """Start the command on two ranks. Return the process and the file that is its screen."""
+    screen = folder / "screen.txt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    command += [str(ranks._free_port()), "-m", "titan_gdn.train", *argv]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(screen, "w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    return process, screen
+
+
+def wait_for(screen, pattern, process=None, timeout=100):
+    end = time.monotonic() + timeout
+    while not re.search(pattern, endings._read(screen)):
+        assert time.monotonic() < end, endings._read(screen)
+        assert process is None or process.poll() is None, endings._read(screen)
+        time.sleep(0.02)
+
+
+def workers_of(folder):
+    """The processes of a run that live."""
+    listed = subprocess.run(["ps", "-eww", "-o", "pid,args"], capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if "titan_gdn.train" in line and str(folder) in line]
+
+
+def check_step(folder, step):
+    metadata = FileSystemReader(f"{own(folder)}/step-{step}").read_metadata()
+    assert any(key.startswith("train_state") for key in metadata.state_dict_metadata)
+    test_hard_days.read(f"{own(folder)}/step-{step}")
+
+
+@pytest.mark.slow
+def test_torchrun_forwards_ctrl_c(tmp_path):
+    process, screen = torchrun(tmp_path, *run_toml(tmp_path, training={"steps": 500}))
+    wait_for(screen, "step: *3", process)
+    process.send_signal(signal.SIGINT)
+    process.wait(60)
+    (step,) = complete_steps(own(tmp_path))
+    said = endings._read(screen)
+    assert f"SIGINT: stopped after step {step} of training.steps = 500, which is saved" in said
+    assert re.search(r"To go on: .* --nproc-per-node 2 .*-m titan_gdn.train --job.config_file ", said)
+    check_step(tmp_path, step)
+
+
+@pytest.mark.slow
+def test_workers_whose_launcher_is_killed_save_and_end(tmp_path):
+    process, screen = torchrun(tmp_path, *run_toml(tmp_path, training={"steps": 500}))
+    wait_for(screen, "step: *3", process)
+    process.kill()
+    process.wait(10)
+    end = time.monotonic() + 60
+    while workers_of(tmp_path):
+        assert time.monotonic() < end, workers_of(tmp_path)
+        time.sleep(0.1)
+    (step,) = complete_steps(own(tmp_path))
+    assert f"stopped after step {step}" in endings._read(screen)
+    check_step(tmp_path, step)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_in_a_save_costs_that_save_only(tmp_path):
+    disk = tmp_path / "out"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("a tmpfs cannot be mounted by this user")
+    try:
+        checkpoint = WHOLE | {"interval": 1, "keep_latest_k": 0}
+        process, screen = torchrun(tmp_path, *run_toml(tmp_path, training={"steps": 50}, checkpoint=checkpoint))
+        assert process.wait(120) == 1
+        said = endings._read(screen)
+        last = complete_steps(own(tmp_path))[-1]
+        lines = [line for line in said.splitlines() if line.startswith("titan_gdn: ")]
+        assert len(lines) == 1 and "No space left on device" in lines[0], said
+        assert f"The newest complete one is step-{last}" in lines[0]
+        assert said.rstrip().splitlines()[-2].endswith(lines[0])  # torchrun's summary ends with it
+        check_step(tmp_path, last)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_runs_that_have_finished_end_with_0(tmp_path):
+    argv = ["--job.config_file", "train_configs/qwen3_next_debug_moe.toml", "--job.dump_folder", str(tmp_path)]
+    argv += "--parallelism.context_parallel_degree 2 --training.mixed_precision_param bfloat16".split()
+    argv += "--training.steps 2 --training.seq_len 64 --lr_scheduler.warmup_steps 1".split()
+    for _ in range(5):
+        ending = endings.run(argv, timeout=120)
+        assert ending.codes == [0, 0] and "terminate called" not in ending.screen, ending.screen

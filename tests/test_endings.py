@@ -1,6 +1,5 @@
 """How a run ends: signals save a step that goes on exactly, errors are one line, a finished run ends with 0."""
 
-import json
 import os
 import re
 import signal
@@ -9,7 +8,6 @@ import sys
 import time
 
 import pytest
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests import endings, hf, interruption_cases, ranks, test_hard_days
@@ -177,7 +175,9 @@ def test_a_disk_that_fills_in_a_save_costs_that_save_only(tmp_path):
         pytest.skip("a tmpfs cannot be mounted by this user")
     try:
         checkpoint = WHOLE | {"interval": 1, "keep_latest_k": 0}
-        process, screen = torchrun(tmp_path, *run_toml(tmp_path, training={"steps": 50}, checkpoint=checkpoint))
+        process, screen = torchrun(
+            tmp_path, *run_toml(tmp_path, training={"steps": 50}, checkpoint=checkpoint)
+        )
         assert process.wait(120) == 1
         said = endings._read(screen)
         last = complete_steps(own(tmp_path))[-1]
@@ -192,7 +192,12 @@ def test_a_disk_that_fills_in_a_save_costs_that_save_only(tmp_path):
 
 @pytest.mark.slow
 def test_runs_that_have_finished_end_with_0(tmp_path):
-    argv = ["--job.config_file", "train_configs/qwen3_next_debug_moe.toml", "--job.dump_folder", str(tmp_path)]
+    argv = [
+        "--job.config_file",
+        "train_configs/qwen3_next_debug_moe.toml",
+        "--job.dump_folder",
+        str(tmp_path),
+    ]
     argv += "--parallelism.context_parallel_degree 2 --training.mixed_precision_param bfloat16".split()
     argv += "--training.steps 2 --training.seq_len 64 --lr_scheduler.warmup_steps 1".split()
     for _ in range(5):

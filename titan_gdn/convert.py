@@ -81,8 +81,8 @@ def to_hf(adapter: "HybridStateDictAdapter", step: str, folder: str) -> None:
     """
     import torch
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import FileSystemReader
 
+    from titan_gdn.checkpoint.checksums import damaged
     from titan_gdn.checkpoint.export import (
         DTYPE_NAMES,
         ExportedTensor,
@@ -90,12 +90,15 @@ def to_hf(adapter: "HybridStateDictAdapter", step: str, folder: str) -> None:
         write_one_by_one,
     )
     from titan_gdn.checkpoint.model_directory import ModelDirectory
-    from titan_gdn.checkpoint.step_accounting import account_step
+    from titan_gdn.checkpoint.step_accounting import StepError, account_step
+    from titan_gdn.checkpoint.trusted import StepPlanner, StepReader
 
     state = _state(adapter)
-    reader = FileSystemReader(step)
+    reader = StepReader(step)
     shapes = {key: tuple(x.shape) for key, x in state.items()}
     account_step(step, shapes, adapter.model_config.enable_weight_tying)
+    if problem := damaged(step):
+        raise StepError(problem)
     path = recorded_source(step, None)
     source = None if path is None else ModelDirectory.read(path)
     files = {} if source is None else source.tensors
@@ -103,7 +106,7 @@ def to_hf(adapter: "HybridStateDictAdapter", step: str, folder: str) -> None:
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for group in adapter.groups(state):
             loaded: dict[str, Any] = {key: torch.empty(state[key].shape) for key in group}
-            dcp.load(loaded, storage_reader=reader, no_dist=True)
+            dcp.load(loaded, storage_reader=reader, planner=StepPlanner(step), no_dist=True)
             yield from adapter.as_in(files, adapter.to_hf(loaded)).items()
 
     tensors = {

@@ -8,20 +8,16 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titan_gdn.checkpoint.accounting import compare_names, some
 from titan_gdn.checkpoint.export import recorded_tying
 from titan_gdn.checkpoint.steps import METADATA
+from titan_gdn.checkpoint.trusted import StepError, StepReader
 
 _OPTIMIZER = "optimizer."
 _NOT_MODEL = (_OPTIMIZER, "lr_scheduler.", "dataloader.", "train_state.")
 _HEAD, _EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
-
-
-class StepError(ValueError):
-    """A step that cannot be read, or that holds another model."""
 
 
 def read_metadata(step: str) -> Metadata:
@@ -30,11 +26,7 @@ def read_metadata(step: str) -> Metadata:
     Raises:
         StepError: `.metadata` cannot be read, or a file is missing or too short.
     """
-    try:
-        metadata = FileSystemReader(step).read_metadata()
-    except Exception as error:  # whatever a damaged pickle raises
-        path = os.path.join(step, METADATA)
-        raise StepError(f'"{path}" cannot be read: {type(error).__name__}: {error}') from error
+    metadata = StepReader(step).read_metadata()
     ends: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)

@@ -15,8 +15,10 @@ from titan_gdn.checkpoint.model_directory import INDEX
 METADATA = ".metadata"
 """The file that completes a distributed checkpoint. PyTorch writes it last."""
 MARKERS = (METADATA, INDEX)
-DCP_FILES = (METADATA, ".distcp")
-STEP_FILES = (*MARKERS, ".distcp", ".safetensors", "sharded")
+CHECKSUMS = "checksums.json"
+"""How the name of a rank's file of checksums ends."""
+DCP_FILES = (METADATA, CHECKSUMS, ".distcp")
+STEP_FILES = (*MARKERS, CHECKSUMS, ".distcp", ".safetensors", "sharded")
 """The files that a save replaces, in the order in which they are removed: the markers first."""
 
 _NAME = re.compile(r"step-(0|[1-9]\d*)")
@@ -34,6 +36,15 @@ def is_complete(folder: str) -> bool:
 def complete_steps(folder: str) -> list[int]:
     """Returns the complete steps in the folder of a run, in ascending order."""
     return [step for step in _steps(folder) if is_complete(path_of(folder, step))]
+
+
+def incomplete_steps(folder: str) -> list[int]:
+    """Returns the steps in the folder of a run that have files of a distributed checkpoint, but no marker."""
+    return [step for step in _steps(folder) if _is_begun(path_of(folder, step))]
+
+
+def _is_begun(folder: str) -> bool:
+    return not is_complete(folder) and any(name.endswith(".distcp") for name in os.listdir(folder))
 
 
 def stale_steps(folder: str, keep: int) -> list[str]:

@@ -14,7 +14,7 @@ from torchtitan.trainer import Trainer
 from titan_gdn.checkpoint.export import recorded_source
 from titan_gdn.checkpoint.model_directory import ModelDirectory
 from titan_gdn.checkpoint.step_accounting import StepError, account_step, read_metadata
-from titan_gdn.checkpoint.steps import METADATA, complete_steps, path_of
+from titan_gdn.checkpoint.steps import METADATA, complete_steps, incomplete_steps, path_of
 from titan_gdn.config.source import ConfigError
 from titan_gdn.models.hybrid.model import HybridModel
 from titan_gdn.models.hybrid.state_dict_adapter import HybridStateDictAdapter
@@ -50,8 +50,20 @@ def check_checkpoint(config: Trainer.Config) -> None:
         _check_step(own, step, config)
         _check_export(path_of(own, step), config)
     else:
+        _check_incomplete(own)
         _check_initial(config)
         _check_export(None if checkpoint.initial_load_in_hf else checkpoint.initial_load_path, config)
+
+
+def _check_incomplete(own: str) -> None:
+    """Check that a folder without a complete step holds at most one that was begun: the first, interrupted."""
+    begun = incomplete_steps(own)
+    if len(begun) > 1:
+        names = ", ".join(f"step-{step}" for step in begun)
+        raise ConfigError(
+            f'checkpoint.folder: none of the steps in "{own}" is complete ({names}): their {METADATA} is '
+            "missing. Restore these files, or remove the folders to start a new run."
+        )
 
 
 def starts_from_hugging_face(config: Trainer.Config) -> bool:
@@ -69,6 +81,11 @@ def starts_from_hugging_face(config: Trainer.Config) -> bool:
 def _check_step(own: str, step: int, config: Trainer.Config) -> None:
     """Check that a step holds this model, and the training state: the last step of a run may hold no more."""
     folder = path_of(own, step)
+    if step > config.training.steps and not config.checkpoint.load_only:
+        raise ConfigError(
+            f'training.steps = {config.training.steps}: "{folder}" is already at step {step}. Set more steps, '
+            "checkpoint.load_step to an earlier step, or checkpoint.folder to another folder."
+        )
     if not os.path.isfile(os.path.join(folder, METADATA)):
         what = "Hugging Face files"
     else:

@@ -9,11 +9,15 @@ from typing import Any, Literal
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpointer import MODEL, CheckpointManager
+from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
 
+from titan_gdn.checkpoint.checksums import StepWriter, damaged, has_checksums
 from titan_gdn.checkpoint.export import export, record_source, recorded_source
 from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError
 from titan_gdn.checkpoint.steps import (
@@ -21,9 +25,12 @@ from titan_gdn.checkpoint.steps import (
     STEP_FILES,
     SaveError,
     complete_steps,
+    incomplete_steps,
+    path_of,
     remove_files,
     stale_steps,
 )
+from titan_gdn.checkpoint.trusted import StepError, StepPlanner, StepReader
 from titan_gdn.models.hybrid.state_dict_adapter import HybridStateDictAdapter
 
 
@@ -95,16 +102,25 @@ class HybridCheckpointManager(CheckpointManager):
             reader = self.sd_adapter.get_hf_storage_reader(checkpoint_id, from_quantized)
             dcp.load(self.sd_adapter.to_load(state_dict), storage_reader=reader)
             self.states[MODEL].load_state_dict(state_dict)
-        else:
+        elif from_hf or filesystem.is_remote(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        else:
+            self._load_step(state_dict, checkpoint_id)
         self._at = checkpoint_id
         if from_hf:
             self._source = checkpoint_id
         elif not filesystem.is_remote(checkpoint_id):
             self._source = recorded_source(checkpoint_id, self._initial_source())
 
-    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
-        """Extends `CheckpointManager.dcp_save`: the folder says where the weights came from.
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Extends `CheckpointManager.dcp_save`: the folder says where the weights came from, and has checksums.
 
         Raises:
             SaveError: some rank could not write.
@@ -115,9 +131,46 @@ class HybridCheckpointManager(CheckpointManager):
                 remove_files(checkpoint_id, STEP_FILES)
                 record_source(checkpoint_id, self._source, self._tied())
             self._at = checkpoint_id
-            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+            if filesystem.is_remote(checkpoint_id) or to_hf:
+                return super().dcp_save(
+                    state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+                )
+            return self._save_step(state_dict, checkpoint_id, async_mode, enable_garbage_collection)
         except (CheckpointException, OSError) as error:
             raise self._save_error(error) from error
+
+    def _save_step(
+        self, state_dict: dict[str, Any], folder: str, async_mode: AsyncMode, enable_garbage_collection: bool
+    ) -> Any:
+        """As `CheckpointManager.dcp_save` for local folders, with a writer that computes checksums."""
+        writer = StepWriter(folder)
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer)
+            if enable_garbage_collection:
+                GarbageCollection.collect("GC collection invoked by checkpointer.")
+            return None
+        if async_mode == AsyncMode.ASYNC:
+            return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+        return dcp.async_save(
+            state_dict,
+            storage_writer=writer,
+            process_group=self.pg,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=self.stager,
+        )
+
+    def _load_step(self, state_dict: dict[str, Any], folder: str) -> None:
+        """As `CheckpointManager.dcp_load`, but damaged files and foreign code are refused by name."""
+        if not has_checksums(folder):
+            logger.warning(f"{folder} has no checksums: damage of its files is not noticed")
+        # Every rank reads a part of the files, and all of them hear of what one has found.
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, damaged(folder, dist.get_rank(), dist.get_world_size()))
+        if problem := next(filter(None, found), None):
+            raise StepError(problem)
+        dcp.load(state_dict, storage_reader=StepReader(folder), planner=StepPlanner(folder))
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
 
     def _wait_for_saving(self) -> None:
         """Extends `CheckpointManager._wait_for_saving`: says which step could not be saved."""
@@ -145,7 +198,14 @@ class HybridCheckpointManager(CheckpointManager):
         folder = folder or self.folder
         if filesystem.is_remote(folder):
             return super()._find_load_step(folder)
-        return max(complete_steps(folder), default=-1)
+        newest = max(complete_steps(folder), default=-1)
+        if broken := [step for step in incomplete_steps(folder) if step > newest]:
+            begin = f"step-{newest}" if newest >= 0 else "the beginning"
+            logger.warning(
+                f"{path_of(folder, broken[-1])} is not complete, because its save was interrupted: the run "
+                f"goes on from {begin}"
+            )
+        return newest
 
     def _purge_stale_checkpoints(self) -> None:
         """Replaces a purge that counts incomplete steps, and so may remove the last complete one."""

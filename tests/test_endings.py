@@ -1,4 +1,4 @@
-"""How a run ends: signals save a step that goes on exactly, errors are one line, a finished run ends with 0."""
+"""How a run ends: a signal saves a step that goes on exactly, an error is one line, a finished run is 0."""
 
 import os
 import re

@@ -106,11 +106,12 @@ def _stop(trainer: "Trainer") -> None:
     from titan_gdn.models.hybrid.checkpoint_manager import HybridCheckpointManager
 
     checkpointer, step = trainer.checkpointer, trainer.step
+    folder = os.path.join(trainer.config.dump_folder, trainer.config.checkpoint.folder)
     saved = isinstance(checkpointer, HybridCheckpointManager) and checkpointer.save_now(step)
     trainer.close()
     if logger.isEnabledFor(logging.INFO):
         if saved:
-            kept = f"which is saved in {os.path.abspath(checkpointer.folder)}. To go on"
+            kept = f"which is saved in {os.path.abspath(folder)}. To go on"
         else:
             key = "checkpoint.enable" if not trainer.config.checkpoint.enable else "checkpoint.save_on_signal"
             kept = f"which is not saved ({key} = false). To begin with the newest step that is"

@@ -87,7 +87,7 @@ class StepReader(FileSystemReader):
 
 
 class StepPlanner(DefaultLoadPlanner):
-    """Extends PyTorch's planner: values that are no tensors are numbers, texts, bytes, lists and dicts of these.
+    """Extends PyTorch's planner: values other than tensors are what `weights_only` allows, such as numbers.
 
     Args:
         path: The folder of the step.

@@ -56,7 +56,7 @@ def check_checkpoint(config: Trainer.Config) -> None:
 
 
 def _check_incomplete(own: str) -> None:
-    """Check that a folder without a complete step holds at most one that was begun: the first, interrupted."""
+    """Check that a folder without a complete step has at most one other, whose save was interrupted."""
     begun = incomplete_steps(own)
     if len(begun) > 1:
         names = ", ".join(f"step-{step}" for step in begun)
@@ -83,7 +83,7 @@ def _check_step(own: str, step: int, config: Trainer.Config) -> None:
     folder = path_of(own, step)
     if step > config.training.steps and not config.checkpoint.load_only:
         raise ConfigError(
-            f'training.steps = {config.training.steps}: "{folder}" is already at step {step}. Set more steps, '
+            f'training.steps = {config.training.steps}: "{folder}" has taken {step} already. Set more steps, '
             "checkpoint.load_step to an earlier step, or checkpoint.folder to another folder."
         )
     if not os.path.isfile(os.path.join(folder, METADATA)):

@@ -112,13 +112,14 @@ class Signals:
         trainer.train_step = train_step
         trainer.should_continue_training = should_continue_training
         if trainer.config.validator.enable:
-            prepare = trainer.validator.post_dataloading_process
+            validator: Any = trainer.validator
+            prepare = validator.post_dataloading_process
 
             def post_dataloading_process(*args: Any, **kwargs: Any) -> Any:
                 self._agree()
                 return prepare(*args, **kwargs)
 
-            trainer.validator.post_dataloading_process = post_dataloading_process
+            validator.post_dataloading_process = post_dataloading_process
 
     def _agree(self) -> None:
         import torch

@@ -120,7 +120,7 @@ class HybridCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Extends `CheckpointManager.dcp_save`: the folder says where the weights came from, and has checksums.
+        """Extends `CheckpointManager.dcp_save`: the folder has checksums and says where weights came from.
 
         Raises:
             SaveError: some rank could not write.

@@ -1,9 +1,9 @@
 """The `text_files` data set against a packing in plain Python, and against TorchTitan's own."""
 
 import os
+import pickle
 import sysconfig
 from collections import Counter
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import DatasetConfig, text_datasets
 
 from titan_gdn.assets import BYTE_TOKENIZER
-from titan_gdn.data.text_files import TextFiles, TextFilesDataLoader, list_files
+from titan_gdn.data.files import DataError, list_files
+from titan_gdn.data.text_files import TextFiles, TextFilesDataLoader
 
 END = 256
 SEQ_LEN = 16
@@ -50,6 +51,7 @@ def corpus(tmp_path):
 @pytest.fixture
 def load(corpus, tokenizer):
     def build(rank=0, dp=1, batch=1, path=corpus, seq_len=SEQ_LEN, **config):
+        config = {"max_invalid_share": 1.0} | config  # the corpus has a file that is no UTF-8
         return TextFilesDataLoader.Config(dataset_path=str(path), **config).build(
             dp_world_size=dp, dp_rank=rank, tokenizer=tokenizer, seq_len=seq_len, local_batch_size=batch
         )
@@ -223,7 +225,7 @@ def test_a_finite_pass_ends_and_all_ranks_get_equally_many_rows(load, corpus):
 
 
 def test_a_validator_reads_the_same_pass_each_time(corpus, tokenizer):
-    config = replace(TextFilesDataLoader.Config(dataset_path=str(corpus)), infinite=False)
+    config = TextFilesDataLoader.Config(dataset_path=str(corpus), infinite=False, max_invalid_share=1.0)
     arguments = dict(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=5)
     first, second = (list(rows(config.build(**arguments))) for _ in range(2))
     assert first == second == packed(list_files(str(corpus)))
@@ -299,10 +301,86 @@ def test_a_checkpoint_outlives_a_moved_folder_and_refuses_other_files(load, corp
     assert expected + list(rows(again, 3)) == list(rows(load(), 6))
 
     (corpus / "new.txt").write_text("another file")
-    other = load()
-    other.load_state_dict(state)
-    with pytest.raises(ValueError, match="other files than the 7 found now.*exclude_from_loading"):
-        next(iter(other))
+    (corpus / "d.txt").unlink()
+    said = r'"d.txt" is missing and "new.txt" is new in .*checkpoint.exclude_from_loading = \["dataloader"\]'
+    with pytest.raises(DataError, match=said):
+        load(allow_changed_files=True).load_state_dict(state)
+
+
+@pytest.mark.parametrize("at", [0, 5000, -1])
+def test_a_checkpoint_refuses_files_with_other_contents(load, corpus, at):
+    text = bytearray(b"a text of more than two ends. " * 500)
+    (corpus / "long.txt").write_bytes(text)
+    loader = load()
+    expected = list(rows(iter(loader), 3))
+    state = loader.state_dict()
+    if at == 5000:
+        del text[at]  # in the middle, where only the length tells
+    else:
+        text[at] ^= 1
+    (corpus / "long.txt").write_bytes(text)
+    with pytest.raises(DataError, match='"long.txt" is changed in .*dataloader.allow_changed_files = true'):
+        load().load_state_dict(state)
+    again = load(allow_changed_files=True)
+    again.load_state_dict(state)
+    assert len(expected) == 3 and len(list(rows(again, 3))) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_changes_or_goes_during_a_run_is_an_error(load, corpus, workers):
+    for change in (
+        lambda file: file.write_text("another text, longer than before"),
+        lambda file: file.unlink(),
+    ):
+        loader = load(infinite=False, num_workers=workers)
+        last = corpus / os.path.relpath(list_files(str(corpus))[-1], corpus)
+        before = last.read_bytes()
+        change(last)
+        with pytest.raises(DataError, match=f'"{last}" (has changed|cannot be read)'):
+            list(rows(loader))
+        last.write_bytes(before)
+
+
+def test_a_state_runs_no_code(load, tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return open, (str(tmp_path / "attacked"), "w")
+
+    with pytest.raises(DataError, match="was not saved by text_files"):
+        load().load_state_dict({"stream": pickle.dumps(Attack())})
+    assert not (tmp_path / "attacked").exists()
+
+
+# --- what is no text ---
+
+
+def test_a_byte_order_mark_is_no_text(load, corpus):
+    for file in corpus.rglob("*"):
+        if file.is_file():
+            file.unlink()
+    (corpus / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"abc" * 40)
+    (first, *_) = rows(load(infinite=False))
+    marked = load(infinite=False)
+    (corpus / "a.txt").write_bytes(b"abc" * 40)
+    assert next(iter(rows(load(infinite=False)))) == first and marked is not None
+
+
+@pytest.mark.parametrize("spoil", [b"\xff", b"\0", b"\xe9"])
+def test_bytes_that_are_no_text_are_counted_and_refused_above_a_share(load, corpus, caplog, spoil):
+    (corpus / "deep/f.txt").unlink()
+    noise = corpus / "noise.txt"
+    noise.write_bytes(b"x" * 2000 + spoil * 30 + b"x" * 970)
+    for share in (0.009, 0.0):
+        with pytest.raises(DataError, match=f'"{noise}": 30 of 3,000 bytes are no UTF-8.*max_invalid'):
+            list(rows(load(infinite=False, max_invalid_share=share)))
+    loader = load(max_invalid_share=0.011)
+    list(rows(loader, 3 * len(packed(list_files(str(corpus))))))  # three epochs
+    assert sum("noise.txt" in record.message for record in caplog.records) == 1
+
+
+def test_a_pass_without_a_batch_is_an_error(load):
+    with pytest.raises(DataError, match="less than one batch of 999"):
+        list(rows(load(infinite=False, batch=999)))
 
 
 # --- workers ---
@@ -354,7 +432,7 @@ def test_several_workers_are_refused():
 def test_a_deleted_file_is_named(load, corpus):
     loader = load()
     (corpus / "b.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"b\.txt' was deleted after the run began"):
+    with pytest.raises(DataError, match=r'b\.txt" cannot be read any more \(No such file'):
         list(rows(loader, 20))
 
 
@@ -363,7 +441,7 @@ def test_files_without_a_token_to_train_on_are_an_error_not_an_endless_loop(corp
         def encode(self, text, **_):
             return []
 
-    with pytest.raises(ValueError, match=r"none of 1 files has two tokens.*a\.txt"):
+    with pytest.raises(DataError, match=r"none of 1 files has two tokens.*a\.txt"):
         next(iter(TextFiles([str(corpus / "a.txt")], Silent(), seq_len=4)))
 
 

@@ -1,5 +1,6 @@
 """A model package without a model, and the configuration of files for it."""
 
+import shutil
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -13,6 +14,7 @@ from torchtitan.trainer import Trainer
 
 from tests.config.cases import MODEL
 from titan_gdn import models
+from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config.load import load_config
 from titan_gdn.config.source import ConfigError
 from titan_gdn.data.text_files import TextFilesDataLoader
@@ -51,7 +53,7 @@ class Arguments:
 @pytest.fixture(autouse=True)
 def fake_model(monkeypatch, tmp_path):
     """A model package whose flavors are `tiny` and `large`, its tokenizer's folder and its data."""
-    (tmp_path / "assets").mkdir()
+    shutil.copytree(BYTE_TOKENIZER, tmp_path / "assets")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("words")
 

@@ -1,7 +1,7 @@
 """Checksums beside a distributed checkpoint: written with each file of a step, compared before it is loaded.
 
-The checksum is the CRC-32 of `zlib`, which finds damage, not malice. A second thread computes it while the same
-bytes are written.
+The checksum is the CRC-32 of `zlib`, which finds damage, not malice. A second thread computes it while the
+same bytes are written.
 """
 
 import io

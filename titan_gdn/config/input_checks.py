@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_gdn.config.source import ConfigError
-from titan_gdn.data.text_files import list_files
+from titan_gdn.data.files import list_files
 
 
 def check_tokenizer(folder: str, model: Any) -> None:
@@ -20,6 +20,12 @@ def check_tokenizer(folder: str, model: Any) -> None:
         raise ConfigError(f'model.hf_assets_path = "{folder}": there is no such folder')
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(file):
+        names = set(os.listdir(folder))
+        if not any(kind <= names for kind in ({"vocab.txt", "merges.txt"}, {"vocab.json", "merges.txt"})):
+            raise ConfigError(
+                f'model.hf_assets_path = "{folder}": it holds no tokenizer. Possible: tokenizer.json, or '
+                "merges.txt with vocab.json or vocab.txt."
+            )
         return
     try:
         with open(file) as stream:

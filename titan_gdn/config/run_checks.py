@@ -202,6 +202,13 @@ def _check_sizes(config: Trainer.Config, world_size: int) -> None:
             "or parallelism.enable_sequence_parallel = false"
         )
     dp = world_size // (tp * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree)
+    validator = config.validator
+    reads_once = validator.enable and validator.steps == -1
+    if reads_once and getattr(validator.dataloader, "dataset", "") != "text_files" and dp > 1:
+        raise ConfigError(
+            f"validator.steps = -1 reads the data to their end, which {dp} data-parallel ranks reach in "
+            'different steps: set a number of steps, or validator.dataloader.dataset = "text_files"'
+        )
     total, step = training.global_batch_size, training.local_batch_size * dp
     if total != -1 and (total < 1 or total % step):
         raise ConfigError(
@@ -247,12 +254,6 @@ def _check_numbers(config: Trainer.Config) -> None:
         raise ConfigError(
             f"profiler.profile_freq = {profiler.profile_freq}: expected at least {cycle}, the sum of "
             f"profiler_warmup = {profiler.profiler_warmup} and profiler_active = {profiler.profiler_active}"
-        )
-    validator = config.validator
-    if validator.enable and validator.steps < 1 and getattr(validator.dataloader, "infinite", False):
-        raise ConfigError(
-            f"validator.steps = {validator.steps} reads the data to their end, but "
-            "validator.dataloader.infinite = true has no end: set a number of steps, or infinite = false"
         )
 
 

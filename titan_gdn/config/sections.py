@@ -92,6 +92,11 @@ def _activation_checkpoint(
 
 @configured.register
 def _dataloader(current: BaseDataLoader.Config, table: SourcedValue) -> BaseDataLoader.Config:
+    if table.path[:1] == ("validator",) and (given := table.table.get("infinite")):
+        raise given.error(
+            "validation has no such key: validator.steps = -1 reads the data once, and with any other number "
+            "they start over at their end"
+        )
     if dataset := table.table.get("dataset"):
         ours = converted(dataset, Literal["text_files", *DATASETS]) == "text_files"
         loader = TextFilesDataLoader.Config if ours else HuggingFaceTextDataLoader.Config

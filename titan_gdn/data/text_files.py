@@ -7,15 +7,12 @@ packed as in TorchTitan (`torchtitan.hf_datasets.text_datasets`), but the cost o
 length of its document, and a checkpoint holds three numbers instead of buffered tokens.
 """
 
-import glob
-import hashlib
+import json
 import os
-import pickle
-import random
-import sysconfig
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -25,85 +22,9 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
-T = TypeVar("T")
+from titan_gdn.data.files import DataError, Reader, changes, fingerprints, list_files, shuffled
+
 Row: TypeAlias = tuple[dict[str, torch.Tensor], torch.Tensor]
-
-
-def list_files(path: str | None = None) -> list[str]:
-    """List the text files of a data set, in an order that depends only on their names.
-
-    A file is text if it is not empty and has no NUL byte in its first KiB. In the standard library, files
-    that are not UTF-8 are left out, too: a few of them test Python's parser.
-
-    Args:
-        path: `None` for the sources of Python's standard library, a folder for all files below it (except
-            hidden files and linked folders), a glob (`**` for any depth), or one file.
-
-    Returns:
-        Paths, shuffled with a fixed seed, because files of the same folder are alike and should not follow
-        each other in training. The same names below `path` give the same order on every machine.
-
-    Raises:
-        ValueError: There is no text file at `path`.
-    """
-    root = os.path.expanduser(path or "")
-    if path is None:
-        found = _standard_library()
-    elif os.path.isdir(root):
-        found = _walk(root)
-    elif os.path.isfile(root):
-        found = iter([root])
-    else:
-        found = glob.iglob(root, recursive=True)
-    # All paths share a prefix, so that sorting them sorts the names below `path`. A glob may repeat a file.
-    files = sorted({file for file in found if _is_text(file)})
-    if not files:
-        where = "the standard library's folder" if path is None else f"dataset_path = '{path}'"
-        raise ValueError(
-            f"no text file at {where} (empty, binary and hidden files do not count). Possible: a "
-            "folder, a file, a glob such as 'data/**/*.txt', or no dataset_path for the standard library."
-        )
-    return _shuffled(files, seed=0)
-
-
-def _standard_library() -> Iterator[str]:
-    for file in _walk(sysconfig.get_path("stdlib"), skip=("site-packages", "dist-packages")):
-        if file.endswith(".py") and _is_utf8(file):
-            yield file
-
-
-def _walk(folder: str, skip: Sequence[str] = ()) -> Iterator[str]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
-
-
-def _is_text(file: str) -> bool:
-    if not os.path.isfile(file):  # a folder, a socket, a dangling link
-        return False
-    with open(file, "rb") as stream:
-        head = stream.read(1024)
-    return bool(head) and b"\0" not in head
-
-
-def _is_utf8(file: str) -> bool:
-    with open(file, "rb") as stream:
-        try:
-            stream.read().decode()
-        except UnicodeDecodeError:
-            return False
-    return True
-
-
-def _shuffled(items: Sequence[T], seed: int) -> list[T]:
-    # `random()` is the only function of `random` that is reproducible across versions of Python.
-    draw = random.Random(seed)
-    return sorted(items, key=lambda _: draw.random())
-
-
-def _digest(files: Sequence[str]) -> str:
-    folder = os.path.commonpath(files)  # left out: the folder may have another name on the next machine
-    return hashlib.sha256(os.fsencode("\0".join(file.removeprefix(folder) for file in files))).hexdigest()
 
 
 class TextFiles(IterableDataset, Stateful):
@@ -127,14 +48,16 @@ class TextFiles(IterableDataset, Stateful):
         dp_world_size: Number of data-parallel ranks.
         infinite: Whether to start over after the last file. If not, the last tokens, too few for one more row
             on each rank, are dropped.
+        found: The fingerprint of each file; by default they are computed.
+        max_invalid_share: The share of a file's bytes that may be no text.
+        batch: How many rows for each rank the files must hold at least.
 
     Yields:
         `({"input": [seq_len], "positions": [seq_len]}, labels [seq_len])`, all int64.
 
     Raises:
-        FileNotFoundError: A file was deleted before its turn came.
-        ValueError: No file has a token to train on, or (`load_state_dict`) a checkpoint was made with other
-            files.
+        DataError: A file was deleted or has changed before its turn came, or is no text; or the files hold
+            too few tokens.
     """
 
     def __init__(
@@ -146,9 +69,14 @@ class TextFiles(IterableDataset, Stateful):
         dp_rank: int = 0,
         dp_world_size: int = 1,
         infinite: bool = True,
+        found: Mapping[str, str] | None = None,
+        max_invalid_share: float = 0.01,
+        batch: int = 1,
     ) -> None:
         self._files = list(files)
-        self._names = _digest(self._files)
+        values = (fingerprints(self._files) if found is None else found).values()
+        self._reader = Reader(dict(zip(self._files, values, strict=True)), max_invalid_share)
+        self._batch = batch
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._dp_rank = dp_rank
@@ -161,12 +89,20 @@ class TextFiles(IterableDataset, Stateful):
 
     def __iter__(self) -> Iterator[Row]:
         mine: list[Row] = []
+        rounds, whole = 0, self._epoch == self._file == self._token == 0
         for number, row in enumerate(self._rows()):
             turn = number % self._dp_world_size
             if turn == self._dp_rank:
                 mine.append(row)
             if turn == self._dp_world_size - 1:
+                rounds += 1
                 yield mine.pop()
+        if whole and rounds < self._batch:
+            raise DataError(
+                f"text_files: {len(self._files)} files hold {rounds} rows of {self._seq_len} tokens for each "
+                f"of {self._dp_world_size} data-parallel ranks, less than one batch of {self._batch} "
+                "(training.local_batch_size)"
+            )
         logger.warning(f"text_files: all {len(self._files)} files were read once; the data ends here")
 
     def _rows(self) -> Iterator[Row]:
@@ -188,14 +124,14 @@ class TextFiles(IterableDataset, Stateful):
     def _documents(self) -> Iterator[torch.Tensor]:
         useful = self._file > 0 or self._token > 0
         while True:
-            order = _shuffled(self._files, self._epoch) if self._epoch else self._files
+            order = shuffled(self._files, self._epoch) if self._epoch else self._files
             while self._file < len(order):
                 tokens = self._tokenize(order[self._file])
                 useful |= len(tokens) > 1
                 yield tokens
                 self._file, self._token = self._file + 1, 0
             if not useful:  # or an infinite stream would loop here forever
-                raise ValueError(
+                raise DataError(
                     f"text_files: none of {len(order)} files has two tokens, an input and its label (the "
                     f"first file is '{order[0]}'). Set another dataset_path, or use a tokenizer with an end "
                     "token."
@@ -206,33 +142,15 @@ class TextFiles(IterableDataset, Stateful):
             logger.info(f"text_files: epoch {self._epoch} begins with {len(order)} files in a new order")
 
     def _tokenize(self, file: str) -> torch.Tensor:
-        try:
-            with open(file, "rb") as stream:  # as bytes, which keeps line ends unchanged
-                text = stream.read().decode("utf-8", errors="replace")
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"text_files: '{file}' was deleted after the run began. Restore it and resume: data must not "
-                "change during a run."
-            ) from error
+        text = self._reader.read(file)
         return torch.tensor(self._tokenizer.encode(text, add_bos=True, add_eos=True), dtype=torch.long)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next row begins, and a digest of the files' names; the same on all ranks."""
-        return {
-            "epoch": self._epoch,
-            "file": self._file,
-            "token": self._token,
-            "names": self._names,
-        }
+        """Where the next row begins; the same on all ranks."""
+        return {"epoch": self._epoch, "file": self._file, "token": self._token}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was saved; refuse one that was saved with other files."""
-        if state_dict["names"] != self._names:
-            raise ValueError(
-                f"text_files: the checkpoint was saved with other files than the {len(self._files)} found "
-                "now, so its position does not apply. Use the dataset_path and files of that run, or start "
-                'with the first file: checkpoint.exclude_from_loading = ["dataloader"].'
-            )
+        """Continue where `state_dict` was saved."""
         self._epoch, self._file, self._token = (state_dict[key] for key in ("epoch", "file", "token"))
 
 
@@ -256,7 +174,18 @@ class TextFilesDataLoader(ParallelAwareDataloader):
         infinite: bool = True
         """Whether to start over, in a new order, after the last file"""
 
+        max_invalid_share: float = 0.01
+        """The share of a file's bytes that may be no UTF-8 text: they are replaced, and a larger share is an
+        error"""
+
+        allow_changed_files: bool = False
+        """Whether a run may resume where it stopped although files of the same names have other contents"""
+
         def __post_init__(self) -> None:
+            if not 0 <= self.max_invalid_share <= 1:
+                raise ValueError(
+                    f"max_invalid_share = {self.max_invalid_share}: expected a number from 0 to 1"
+                )
             if self.dataset != "text_files":
                 raise ValueError(
                     f"dataset = '{self.dataset}': this loader reads only 'text_files'. For TorchTitan's data "
@@ -269,16 +198,32 @@ class TextFilesDataLoader(ParallelAwareDataloader):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank, under one key, so that a run can resume with another number of ranks."""
-        return {"stream": super().state_dict()[self._rank_id]}
+        """The same on every rank, under one key, so that a run can resume with another number of ranks.
+
+        It is JSON, compressed: unlike a pickle, what a checkpoint holds cannot run code.
+        """
+        state = {"loader": super(ParallelAwareDataloader, self).state_dict(), "files": self._found}
+        return {"stream": zlib.compress(json.dumps(state).encode())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where a run stopped, for any data-parallel degree and `num_workers` of that run."""
+        """Continue where a run stopped, for any data-parallel degree and `num_workers` of that run.
+
+        Raises:
+            DataError: The files have changed since.
+        """
         if not state_dict:
             return
-        stream = pickle.loads(state_dict["stream"])
+        try:
+            state = json.loads(zlib.decompress(state_dict["stream"]))
+            stream, files = state["loader"], state["files"]
+        except (KeyError, TypeError, ValueError, zlib.error) as error:
+            raise DataError(
+                "text_files: the checkpoint's position in the data was not saved by text_files. Start with "
+                'the first file: checkpoint.exclude_from_loading = ["dataloader"].'
+            ) from error
+        self._check(files)
         if ("_snapshot" in stream) == (self.num_workers > 0):
-            super().load_state_dict({self._rank_id: state_dict["stream"], "world_size": self.dp_world_size})
+            StatefulDataLoader.load_state_dict(self, stream)
             return
         # torchdata's states with and without workers differ, but both hold the position in the stream.
         StatefulDataLoader.load_state_dict(self, {})  # drops an iterator that stands elsewhere
@@ -286,6 +231,24 @@ class TextFilesDataLoader(ParallelAwareDataloader):
             (stream,) = stream["_snapshot"]["_worker_snapshots"].values()
         assert isinstance(self.dataset, TextFiles)
         self.dataset.load_state_dict(stream["dataset_state"])
+
+    def _check(self, before: dict[str, str]) -> None:
+        """Check that the files are those that a run was saved with."""
+        names, contents = changes(before, self._found)
+        where = self._where or "the standard library"
+        if names:
+            raise DataError(
+                f"text_files: since the run was saved, {names} in {where}, so its position does not apply. "
+                "Restore the files, or start with the first one: checkpoint.exclude_from_loading = "
+                '["dataloader"].'
+            )
+        if contents and not self._allow_changed_files:
+            raise DataError(
+                f"text_files: since the run was saved, {contents} in {where}. Restore the contents; or go on "
+                "with what is there now: dataloader.allow_changed_files = true."
+            )
+        if contents:
+            logger.warning(f"text_files: since the run was saved, {contents} in {where}")
 
     def __init__(
         self,
@@ -299,13 +262,21 @@ class TextFilesDataLoader(ParallelAwareDataloader):
         snapshot_every_n_steps: int | None = 1,
         **kwargs: Any,
     ) -> None:
+        files = list_files(config.dataset_path)
+        self._found, self._where = fingerprints(files), config.dataset_path
+        self._allow_changed_files = config.allow_changed_files
+        size = sum(os.path.getsize(file) for file in files)
+        logger.info(f"text_files: {len(files):,} files, {size:,} bytes")
         stream = TextFiles(
-            list_files(config.dataset_path),
+            files,
             tokenizer,
             seq_len=seq_len,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
             infinite=config.infinite,
+            found=self._found,
+            max_invalid_share=config.max_invalid_share,
+            batch=local_batch_size,
         )
         super().__init__(
             stream,

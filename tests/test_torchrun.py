@@ -118,16 +118,6 @@ def test_a_signal_to_all_processes_saves_the_step_and_the_command_that_is_printe
     assert complete_steps(f"{run.folder}/checkpoint") == [step, 6]
 
 
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
-    with Torchrun(tmp_path, *CONFIG, *SMALL, *SAVES, "--training.steps", "4000") as run:
-        run.wait_for(r"step:\s+2 ")
-        run.launcher.kill()
-        run.ends_within(60)
-        assert "SIGTERM: stopped after step" in run.only_line()
-    (step,) = complete_steps(f"{run.folder}/checkpoint")
-    assert step >= 2
-
-
 def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path):
     with Torchrun(tmp_path, *CONFIG, *SMALL, *SAVES) as run:
         run.wait_for("Building")
@@ -199,7 +189,8 @@ def test_a_disk_that_is_full_in_a_save_is_one_line_and_leaves_the_step_before(tm
         with Torchrun(tmp_path, *CONFIG, *SMALL, *saves, "--checkpoint.keep_latest_k", "0") as run:
             assert run.ends_within(120) == 1
             line = run.only_line()
-        assert "No space left on device" in line
+        assert re.search("No space left on device|could not be written to its end", line)
+        assert "(0 bytes are free on its disk)" in line
         newest = complete_steps(f"{folder}/checkpoint")[-1]
         assert line.endswith(f"The newest complete one is step-{newest}.")
         subprocess.run(["mount", "-o", "remount,size=200m", folder], check=True)

@@ -307,7 +307,7 @@ def test_a_run_killed_while_it_saves_over_a_step_goes_on_from_the_step_it_was_to
 
 
 def test_a_run_that_a_signal_stopped_goes_on_with_the_losses_of_one_that_was_not_stopped(tmp_path):
-    """One of two ranks gets it between accumulated gradients. In its last step, a run ends as always."""
+    """One of two ranks gets it between accumulated gradients. In the last step, it changes nothing."""
     argv = run_toml(tmp_path, checkpoint=WHOLE | {"interval": 100}, training={"steps": 4})
     argv += ["--training.local_batch_size", "1", "--training.global_batch_size", "4"]
     losses = uninterrupted(tmp_path, argv, 4)

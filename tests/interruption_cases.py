@@ -118,3 +118,19 @@ def until_one_is_dead(alive):
 
 def _lines(path):
     return open(path).read().count("\n") if os.path.exists(path) else 0
+
+
+def with_a_signal(argv, log, rank, step):
+    """Train, but one rank alone gets a SIGTERM in the middle of a step, between two accumulated gradients."""
+    from torchtitan.trainer import Trainer
+
+    if os.environ["RANK"] == str(rank):
+        original = Trainer.forward_backward_step
+
+        def forward_backward_step(self, **kwargs):
+            if self.step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(self, **kwargs)
+
+        Trainer.forward_backward_step = forward_backward_step
+    return main(argv, log)

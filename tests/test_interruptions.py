@@ -301,3 +301,20 @@ def test_a_run_killed_while_it_saves_over_a_step_goes_on_from_the_step_it_was_to
         4,
         5,
     ]
+
+
+# --- SIGTERM ---
+
+
+def test_a_run_that_a_signal_stopped_goes_on_with_the_losses_of_one_that_was_not_stopped(tmp_path):
+    """One of two ranks gets it between accumulated gradients. In the last step, it changes nothing."""
+    argv = run_toml(tmp_path, checkpoint=WHOLE | {"interval": 100}, training={"steps": 4})
+    argv += ["--training.local_batch_size", "1", "--training.global_batch_size", "4"]
+    losses = uninterrupted(tmp_path, argv, 4)
+    own, log = str(tmp_path / "out/checkpoint"), tmp_path / "log.txt"
+    runs = ranks.run(interruption_cases.with_a_signal, 2, argv, str(log), 1, 2)
+    assert [run["code"] for run in runs] == [143, 143] and complete_steps(own) == [2]
+    assert "SIGTERM: stopped after step 2 of training.steps = 4, which is saved" in runs[0]["error"]
+    runs = ranks.run(interruption_cases.with_a_signal, 2, argv, str(log), 1, 4)
+    assert [run["code"] for run in runs] == [0, 0] and "Training completed" in runs[0]["log"]
+    assert logged(log) == losses and complete_steps(own) == [2, 4]

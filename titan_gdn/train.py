@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     from titan_gdn.config.load import ConfigError, load_config
 
     init_logger()
+    logging.raiseExceptions = False  # a log on a full disk would print a traceback for each line
     logger.handlers[0].addFilter(lambda record: not any(text in record.getMessage() for text in _HARMLESS))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank != 0:

@@ -6,8 +6,10 @@ libraries: the line has their first line and names the file of the traceback.
 
 import atexit
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -83,7 +85,8 @@ REPORTER = Reporter()
 def tell(line: str) -> None:
     """Print a line, and give it to torchrun, whose summary ends with it."""
     line = f"titan_gdn: {line}"
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal may be gone
+        print(line, file=sys.stderr, flush=True)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError), open(file, "w") as stream:
@@ -97,6 +100,8 @@ def run(main: Callable[[], None]) -> NoReturn:
     process that has finished and saved ("terminate called without an active exception").
     """
     code = code_of(main)
+    for worker in multiprocessing.active_children():  # of a data loader; they leave SIGTERM to this process
+        worker.kill()
     atexit._run_exitfuncs()  # pyright: ignore  # what libraries still have to write
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -106,13 +111,19 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 def code_of(main: Callable[[], None]) -> int:
     """Call the main function of a process, report its error, and return the exit code."""
+    error = None
     try:
         main()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
+    except BaseException as raised:
+        error = raised
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # in which data loaders raise when a worker ends
+    if error is None:
+        return 0
+    if not isinstance(error, SystemExit):
         return REPORTER.report(error)
-    return 0
+    if isinstance(error.code, str):
+        tell(error.code)
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _cause(error: BaseException) -> BaseException:

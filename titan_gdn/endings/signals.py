@@ -5,8 +5,9 @@ signal, and all ranks agree after each step whether to stop: a signal reaches ra
 rank alone, and a rank that stops by itself leaves the others waiting in a collective. The agreement is an
 all-reduce of one integer over gloo, which does not wait for a GPU's stream.
 
-torchrun forwards the signals that it gets, and kills its workers after 30 seconds; `--shutdown-timeout`
-changes that. A worker whose launcher was killed gets a SIGTERM from the kernel.
+torchrun forwards the signals that it gets, to the workers of data loaders, too, and kills all of them after
+30 seconds; `--shutdown-timeout` changes that. A rank whose launcher was killed gets a SIGTERM from the
+kernel.
 """
 
 import ctypes
@@ -14,17 +15,26 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME = 5.0
 """Seconds in which a signal that comes again is the same one: schedulers send it to all processes."""
+_EARLY = "before the first step: nothing was trained, nothing is lost"
+_BLOCKED = 2.0
+"""Seconds after which a thread ends a rank that waits in C++, for other ranks to start, for example: Python
+handles no signals there."""
+_ORPHANED = 45.0
+"""Seconds that a rank has to finish and save its step when its launcher was killed."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -56,13 +66,37 @@ class Signals:
     def install(self) -> None:
         """Handle signals, and get one when the launcher dies. Call this first: imports take seconds."""
         for number in _SIGNALS:
-            signal.signal(number, self._handle)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._handle)
         self.command = _command()  # as long as the launcher lives
+        # A worker of a data loader dies of a signal, which would be an error of its rank.
+        os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS))
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._end_blocked, args=[reader], daemon=True).start()
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             launcher = os.getppid()
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != launcher:  # it died before the call
                 os.kill(os.getpid(), signal.SIGTERM)
+            threading.Thread(target=self._end_orphan, args=[launcher], daemon=True).start()
+
+    def _end_blocked(self, reader: int) -> None:
+        while True:
+            numbers = [number for number in os.read(reader, 1) if number in _SIGNALS]
+            if numbers:
+                time.sleep(_BLOCKED)
+                if not self.number and not self.graceful:
+                    self.number = numbers[0]
+                    self._leave(_EARLY)
+
+    def _end_orphan(self, launcher: int) -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        time.sleep(_ORPHANED)
+        self.number = signal.SIGTERM
+        self._leave(f"of a launcher that was killed: the step takes longer than {_ORPHANED:g} seconds")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
@@ -73,11 +107,12 @@ class Signals:
         if again:
             self._leave("again, so the run ends at once. What was saved before is complete")
         if not self.graceful:
-            self._leave("before the first step: nothing was trained, nothing is lost")
+            self._leave(_EARLY)
 
     def _leave(self, why: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            os.write(2, f"titan_gdn: {self.name} {why}\n".encode())
+        if os.environ.get("RANK", "0") == "0" and not _peer_failed():
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"titan_gdn: {self.name} {why}\n".encode())
         os._exit(self.code)
 
     @property
@@ -101,12 +136,16 @@ class Signals:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         step, goes_on = trainer.train_step, trainer.should_continue_training
 
+        def agree() -> None:
+            if trainer.step < trainer.config.training.steps:  # behind the last step, the run ends as it would
+                self._agree()
+
         def train_step(*args: Any, **kwargs: Any) -> None:
             step(*args, **kwargs)
-            self._agree()
+            agree()
 
         def should_continue_training() -> bool:
-            self._agree()  # the signal came in a save or a validation
+            agree()  # the signal came in a save or a validation
             return goes_on()
 
         trainer.train_step = train_step
@@ -116,7 +155,7 @@ class Signals:
             prepare = validator.post_dataloading_process
 
             def post_dataloading_process(*args: Any, **kwargs: Any) -> Any:
-                self._agree()
+                agree()
                 return prepare(*args, **kwargs)
 
             validator.post_dataloading_process = post_dataloading_process
@@ -130,6 +169,12 @@ class Signals:
         if number:
             self.number = int(number)
             raise Stopped
+
+
+def _peer_failed() -> bool:
+    """Whether a rank of this machine has told torchrun of its error, and torchrun therefore ends this one."""
+    told = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or "none")
+    return any(told.parent.parent.glob(f"*/{told.name}"))
 
 
 def _command() -> str:

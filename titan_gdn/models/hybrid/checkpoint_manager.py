@@ -186,6 +186,8 @@ class HybridCheckpointManager(CheckpointManager):
             # When a file cannot be written, torch.save may raise a RuntimeError about its own position.
             error = next((one for one in errors if isinstance(one, OSError)), errors[0])
         reason = f"{type(error).__name__}: {error}"
+        if "unexpected pos" in reason:  # what torch.save says in place of the system's error
+            reason = "a file could not be written to its end"
         if not os.path.isdir(self.folder):  # remote, or it could not be created
             return SaveError(f'the step could not be saved to "{self._at}": {reason}')
         whole = complete_steps(self.folder)

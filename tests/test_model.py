@@ -173,7 +173,7 @@ def test_groups_of_parameters_are_to_be_on_every_stage(tmp_path):
         ("--dataloader.num_workers -1", "dataloader.num_workers = -1: expected at least 0"),
         (
             "--validator.enable --validator.steps -1 --validator.dataloader.infinite",
-            "validation has no such key: validator.steps = -1 reads the data once",
+            "--validator.dataloader.infinite: validator.steps = -1 reads the data once",
         ),
     ],
 )

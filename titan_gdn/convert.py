@@ -126,9 +126,10 @@ def from_hf(adapter: "HybridStateDictAdapter", folder: str, step: str) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
     from safetensors import safe_open
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+    from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
+    from titan_gdn.checkpoint.checksums import StepWriter
     from titan_gdn.checkpoint.export import record_source
     from titan_gdn.checkpoint.model_directory import ModelDirectory
 
@@ -155,7 +156,7 @@ def from_hf(adapter: "HybridStateDictAdapter", folder: str, step: str) -> None:
 
     record_source(step, folder, adapter.model_config.enable_weight_tying)
     # The writer keeps what it has written until the file is complete, so each parameter gets its own file.
-    writer = FileSystemWriter(step, single_file_per_rank=False)
+    writer = StepWriter(step, single_file_per_rank=False)
     dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
 
 

@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None) -> None:
     from torchtitan.tools.logging import init_logger, logger
 
     from titan_gdn.config.load import ConfigError, load_config
+    from titan_gdn.runtime import loader_state
 
+    loader_state.patch()
     init_logger()
     logging.raiseExceptions = False  # a log on a full disk would print a traceback for each line
     logger.handlers[0].addFilter(lambda record: not any(text in record.getMessage() for text in _HARMLESS))

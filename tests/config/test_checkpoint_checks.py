@@ -24,6 +24,7 @@ def test_a_run_resumes_only_from_a_step_with_its_training_state(error, load, tmp
         {"weight": torch.ones(2), "train_state": torch.ones(1)}, checkpoint_id=own / "step-3", no_dist=True
     )
     dcp.save({"weight": torch.ones(2)}, checkpoint_id=own / "step-4", no_dist=True)
+    text = f"[training]\nsteps = 9\n{text}"
     (own / "step-9").mkdir()  # interrupted while it was written
     assert 'step-4" holds the model alone (checkpoint.last_save_model_only), from which a run' in error(text)
     assert load(text + "load_step = 3").checkpoint.load_step == 3

@@ -25,6 +25,7 @@ def test_a_section_changed_in_file_and_command_line_keeps_both_and_the_defaults(
 
 
 def test_the_job_and_the_model_fill_the_top_of_the_configuration(load, tmp_path):
+    (tmp_path / "tokenizer.json").write_text((tmp_path / "assets" / "tokenizer.json").read_text())
     text = f'[job]\ndump_folder = "there"\ndescription = "why"\n{MODEL}hf_assets_path = "{tmp_path}"'
     config = load(text)
     assert (config.dump_folder, config.hf_assets_path) == ("there", str(tmp_path))

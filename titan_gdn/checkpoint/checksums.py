@@ -31,10 +31,11 @@ class StepWriter(FileSystemWriter):
 
     Args:
         path: The folder of the step.
+        single_file_per_rank: Whether a rank writes one file, not one for each tensor.
     """
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, single_file_per_rank: bool = True) -> None:
+        super().__init__(path, single_file_per_rank)
         self.fs = _Summed()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

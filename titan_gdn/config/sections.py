@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.components.validate import Validator
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 
@@ -92,18 +93,23 @@ def _activation_checkpoint(
 
 @configured.register
 def _dataloader(current: BaseDataLoader.Config, table: SourcedValue) -> BaseDataLoader.Config:
-    if table.path[:1] == ("validator",) and (given := table.table.get("infinite")):
-        raise given.error(
-            "validation has no such key: validator.steps = -1 reads the data once, and with any other number "
-            "they start over at their end"
-        )
     if dataset := table.table.get("dataset"):
         ours = converted(dataset, Literal["text_files", *DATASETS]) == "text_files"
         loader = TextFilesDataLoader.Config if ours else HuggingFaceTextDataLoader.Config
         if not isinstance(current, loader):
-            # Keep `infinite`: a validation that reads its data once reads another data set once, too.
             current = loader(infinite=getattr(current, "infinite", True))
     return _replaced(current, table)
+
+
+@configured.register
+def _validator(current: Validator.Config, table: SourcedValue) -> Validator.Config:
+    made = _replaced(current, table)
+    given = table.table["dataloader"].table.get("infinite") if "dataloader" in table.table else None
+    # TorchTitan's validator derives the key from its steps, whatever it says.
+    if given is not None and converted(given, bool) != (made.steps != -1):
+        does = "reads the data once" if made.steps == -1 else "starts over when the data end (-1 does not)"
+        raise given.error(f"validator.steps = {made.steps} {does}")
+    return made
 
 
 @configured.register

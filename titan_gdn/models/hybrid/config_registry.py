@@ -71,7 +71,7 @@ def run_of(spec: ModelSpec, run: RunDefaults) -> Trainer.Config:
             mixed_precision_param=run.mixed_precision_param,
         ),
         dataloader=TextFilesDataLoader.Config(),
-        validator=Validator.Config(steps=10, dataloader=TextFilesDataLoader.Config(infinite=False)),
+        validator=Validator.Config(steps=10, dataloader=TextFilesDataLoader.Config()),
         metrics=MetricsProcessor.Config(log_freq=10),
         checkpoint=HybridCheckpointManager.Config(last_save_model_only=False),
         activation_checkpoint=FullAC.Config() if run.full_checkpointing else None,

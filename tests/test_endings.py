@@ -3,12 +3,9 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
 
 from tests import endings, hf, interruption_cases, ranks, test_hard_days
 from titan_gdn.checkpoint.steps import complete_steps
@@ -103,91 +100,7 @@ def test_the_last_line_of_torchrun_is_ours(tmp_path, monkeypatch, capsys):
     assert line.endswith("titan_gdn: optimizer.lr = inf: expected a finite number") and set(border) == {"="}
 
 
-# --- the command itself ---
-
-
-def torchrun(folder, *argv):
-    """Start the command on two ranks. Return the process and the file that is its screen."""
-    screen = folder / "screen.txt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    command += [str(ranks._free_port()), "-m", "titan_gdn.train", *argv]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(screen, "w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    return process, screen
-
-
-def wait_for(screen, pattern, process=None, timeout=100):
-    end = time.monotonic() + timeout
-    while not re.search(pattern, endings._read(screen)):
-        assert time.monotonic() < end, endings._read(screen)
-        assert process is None or process.poll() is None, endings._read(screen)
-        time.sleep(0.02)
-
-
-def workers_of(folder):
-    """The processes of a run that live."""
-    listed = subprocess.run(["ps", "-eww", "-o", "pid,args"], capture_output=True, text=True).stdout
-    return [line for line in listed.splitlines() if "titan_gdn.train" in line and str(folder) in line]
-
-
-def check_step(folder, step):
-    metadata = FileSystemReader(f"{own(folder)}/step-{step}").read_metadata()
-    assert any(key.startswith("train_state") for key in metadata.state_dict_metadata)
-    test_hard_days.read(f"{own(folder)}/step-{step}")
-
-
-@pytest.mark.slow
-def test_torchrun_forwards_ctrl_c(tmp_path):
-    process, screen = torchrun(tmp_path, *run_toml(tmp_path, training={"steps": 500}))
-    wait_for(screen, "step: *3", process)
-    process.send_signal(signal.SIGINT)
-    process.wait(60)
-    (step,) = complete_steps(own(tmp_path))
-    said = endings._read(screen)
-    assert f"SIGINT: stopped after step {step} of training.steps = 500, which is saved" in said
-    assert re.search(r"To go on: .* --nproc-per-node 2 .*-m titan_gdn.train --job.config_file ", said)
-    check_step(tmp_path, step)
-
-
-@pytest.mark.slow
-def test_workers_whose_launcher_is_killed_save_and_end(tmp_path):
-    process, screen = torchrun(tmp_path, *run_toml(tmp_path, training={"steps": 500}))
-    wait_for(screen, "step: *3", process)
-    process.kill()
-    process.wait(10)
-    end = time.monotonic() + 60
-    while workers_of(tmp_path):
-        assert time.monotonic() < end, workers_of(tmp_path)
-        time.sleep(0.1)
-    (step,) = complete_steps(own(tmp_path))
-    assert f"stopped after step {step}" in endings._read(screen)
-    check_step(tmp_path, step)
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_in_a_save_costs_that_save_only(tmp_path):
-    disk = tmp_path / "out"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]).returncode:
-        pytest.skip("a tmpfs cannot be mounted by this user")
-    try:
-        checkpoint = WHOLE | {"interval": 1, "keep_latest_k": 0}
-        process, screen = torchrun(
-            tmp_path, *run_toml(tmp_path, training={"steps": 50}, checkpoint=checkpoint)
-        )
-        assert process.wait(120) == 1
-        said = endings._read(screen)
-        last = complete_steps(own(tmp_path))[-1]
-        lines = [line for line in said.splitlines() if line.startswith("titan_gdn: ")]
-        assert len(lines) == 1 and "No space left on device" in lines[0], said
-        assert f"The newest complete one is step-{last}" in lines[0]
-        assert said.rstrip().splitlines()[-2].endswith(lines[0])  # torchrun's summary ends with it
-        check_step(tmp_path, last)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+# --- the end of a finished run ---
 
 
 @pytest.mark.slow

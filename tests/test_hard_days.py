@@ -170,11 +170,43 @@ def a_text_of_invalid_bytes(run):
     (run.folder / "text" / "noise.txt").write_bytes(random.Random(0).randbytes(5000).replace(b"\0", b"\1"))
 
 
+@case(FAILED, "titan_gdn: text_files: .*noise.txt")
+def a_text_of_invalid_bytes_in_a_data_worker(run):
+    a_text_of_invalid_bytes(run)
+    run.set("--dataloader.num_workers", "1")
+
+
 @case(FAILED, "22 rows of 64 tokens .* less than one batch of 999")
 def texts_shorter_than_a_batch(run):
     run.fresh()
     run.set("--training.local_batch_size", "999", "--dataloader.no-infinite")
 
+
+def validates(run, text):
+    (run.folder / "held").mkdir()
+    for i in range(3):
+        (run.folder / "held" / f"{i}.txt").write_text(text)
+    run.set("--validator.enable", "--validator.freq", "1", "--validator.steps", "-1")
+    run.set("--validator.dataloader.dataset_path", str(run.folder / "held"))
+    run.set("--parallelism.context_parallel_degree", "1")  # two data-parallel ranks
+
+
+@case(0, "validate step: *6")
+def a_validation_that_reads_its_data_once(run):
+    validates(run, "words " * 301)
+
+
+@case(FAILED, "rows of 64 tokens .* less than one batch")
+def validation_data_shorter_than_a_batch(run):
+    validates(run, "words")
+
+
+key(
+    "validation_data_that_both_end_and_do_not",
+    REFUSED,
+    "validator.steps = 10 starts over",
+    "--validator.dataloader.no-infinite",
+)
 
 # --- the tokenizer ---
 

@@ -1,7 +1,7 @@
 """Runs that the real torchrun starts: what a terminal shows when they end, and what is left of them.
 
-`tests/endings.py` plays torchrun in seconds. Here torchrun itself forwards the signals, to data workers, too,
-prints its own report, and is killed. Each run imports everything again and takes half a minute.
+`tests/endings.py` does what torchrun does, in seconds. Here torchrun itself forwards the signals, to data
+workers, too, prints its own report, and is killed. Each run imports everything again and takes half a minute.
 """
 
 import contextlib
@@ -125,6 +125,15 @@ def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path):
         assert run.ends_within(20) != 0
         assert run.only_line().startswith("titan_gdn: SIGINT before the first step")
     assert complete_steps(f"{run.folder}/checkpoint") == []
+
+
+def test_ranks_whose_launcher_is_killed_save_their_step_and_end(tmp_path):
+    with Torchrun(tmp_path, *CONFIG, *SMALL, *SAVES, "--training.steps", "500") as run:
+        run.wait_for(r"step:\s+2 ")
+        run.launcher.kill()
+        run.ends_within(60)
+        (step,) = complete_steps(f"{run.folder}/checkpoint")
+        assert f"SIGTERM: stopped after step {step} of training.steps = 500, which is saved" in run.screen
 
 
 BROKEN = """

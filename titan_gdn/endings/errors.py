@@ -55,7 +55,7 @@ class Reporter:
                 os.remove(told)
         cause = _cause(error)
         own = type(cause).__module__.startswith("titan_gdn.")
-        line = str(cause) if own else self._first_line(cause, error)
+        line = _text(cause) if own else self._first_line(cause, error)
         follows = not own and _OF_PEERS.search(f"{type(cause).__name__}: {cause}") is not None
         if follows and SIGNALS.number:  # the launcher ends this rank, because another one has failed
             return SIGNALS.code
@@ -67,7 +67,7 @@ class Reporter:
         return 1
 
     def _first_line(self, cause: BaseException, error: BaseException) -> str:
-        first = (str(cause).strip() or repr(cause)).splitlines()[0].rstrip(".")
+        first = (_text(cause) or repr(cause)).splitlines()[0].rstrip(".")
         try:
             os.makedirs(self.folder, exist_ok=True)
             path = os.path.join(self.folder, f"rank_{_rank()}.txt")
@@ -143,6 +143,15 @@ def _ended_within(seconds: float) -> bool:
         if SIGNALS.count > before:
             return True
     return False
+
+
+def _text(error: BaseException) -> str:
+    """What an error says. A data loader puts the traceback of its worker before it."""
+    text = str(error).strip()
+    if text.startswith("Caught ") and "Original Traceback" in text:
+        text = text.splitlines()[-1]
+        return text.partition(": ")[2] or text
+    return text
 
 
 def _rank() -> int:

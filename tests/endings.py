@@ -58,16 +58,19 @@ def run(argv, world_size=2, *, prepare=None, act=None, timeout=60):
         port = ranks._free_port()
         started = time.monotonic()
         processes = [
-            ranks._server.Process(
-                target=_rank, args=(argv, prepare, rank, world_size, port, path), daemon=True
-            )
+            ranks._server.Process(target=_rank, args=(argv, prepare, rank, world_size, port, path))
             for rank in range(world_size)
         ]
         for process in processes:
             process.start()
-        if act is not None:
-            act(processes, lambda: _read(path))
-        code, killed = _wait(processes, started + timeout)
+        try:
+            if act is not None:
+                act(processes, lambda: _read(path))
+            code, killed = _wait(processes, started + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
         seconds = time.monotonic() - started
         return Ending(code, [process.exitcode for process in processes], _read(path), seconds, killed)
 
@@ -107,11 +110,7 @@ def _wait(processes, end):
             while _alive(processes) and time.monotonic() < grace:
                 time.sleep(0.02)
             break
-    killed = [rank for rank, p in enumerate(processes) if p.is_alive()]
-    for process in processes:
-        process.kill()
-        process.join()
-    return code, killed
+    return code, [rank for rank, p in enumerate(processes) if p.is_alive()]
 
 
 def _alive(processes):

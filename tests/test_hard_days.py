@@ -5,6 +5,7 @@ changes a key, a file, a folder, or sends a signal. What must hold for all of th
 """
 
 import hashlib
+import json
 import os
 import random
 import re
@@ -157,6 +158,15 @@ def a_text_that_is_gone(run):
     (run.folder / "text" / "7.txt").unlink()
 
 
+key(
+    "another_data_set",
+    REFUSED,
+    r'dataset = "c4": .*step-4" was saved by a run of another',
+    "--dataloader.dataset",
+    "c4",
+)
+
+
 @case(REFUSED, "no text file")
 def texts_that_are_all_empty(run):
     run.fresh()
@@ -201,6 +211,14 @@ def validation_data_shorter_than_a_batch(run):
     validates(run, "words")
 
 
+@case(FAILED, r"validation data hold less than one batch.*training\.local_batch_size = 8")
+def validation_data_shorter_than_a_batch_of_pipeline_stages(run):
+    run.fresh()
+    validates(run, "words " * 30)  # 8 rows: enough for the loader, whose batches are microbatches
+    (run.folder / "held" / "2.txt").unlink()
+    run.set("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "8")
+
+
 key(
     "validation_data_that_both_end_and_do_not",
     REFUSED,
@@ -230,6 +248,12 @@ def a_tokenizer_cut_in_half(run):
 def a_folder_without_a_tokenizer(run):
     for file in own_tokenizer(run).iterdir():
         file.unlink()
+
+
+@case(FAILED, "text_files: the run was saved with another tokenizer")
+def a_tokenizer_that_has_changed(run):
+    file = own_tokenizer(run) / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}}))
 
 
 # --- saved steps ---

@@ -96,7 +96,8 @@ def test_the_newest_step_is_a_complete_one_of_that_very_name(manager, steps, tmp
 
 def test_a_step_that_is_saved_over_another_is_complete_only_at_its_end(manager, monkeypatch, tmp_path):
     save(manager, 2, 1.0)
-    (tmp_path / "step-2" / "__7_0.distcp").touch()  # of a run on more ranks
+    for name in ("__7_0.distcp", "__7_checksums.json"):  # of a run on more ranks
+        (tmp_path / "step-2" / name).touch()
     (tmp_path / "step-2" / "note.txt").touch()
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemWriter, "finish", killed)
@@ -105,7 +106,8 @@ def test_a_step_that_is_saved_over_another_is_complete_only_at_its_end(manager, 
     assert complete_steps(str(tmp_path)) == [] and manager._find_load_step() == -1
     save(manager, 2, 3.0)
     assert complete_steps(str(tmp_path)) == [2]
-    assert sorted(os.listdir(tmp_path / "step-2")) == [".metadata", "__0_0.distcp", "note.txt", "source.json"]
+    saved = [".metadata", "__0_0.distcp", "__0_checksums.json", "note.txt", "source.json"]
+    assert sorted(os.listdir(tmp_path / "step-2")) == saved
     dcp.load(state := {"x": torch.zeros(1000)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
     assert (state["x"] == 3).all()
 
@@ -195,10 +197,17 @@ def test_data_that_end_in_the_very_last_step_are_exported_too(tmp_path):
     assert {INDEX, "config.json", ".metadata"} <= {*names}
 
 
-def test_data_without_a_single_batch_are_an_error(tmp_path):
-    argv = run_toml(tmp_path, dataloader=FINITE, training={"local_batch_size": 1000})
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"local_batch_size": 1000}, "less than one batch of 1000 (training.local_batch_size)"),
+        ({"local_batch_size": 1, "global_batch_size": 1000}, "the data end before the first step"),
+    ],
+)
+def test_data_without_a_single_batch_are_an_error(tmp_path, sizes, says):
+    argv = run_toml(tmp_path, dataloader=FINITE, training=sizes)
     (run,) = ranks.run(main, 1, argv)
-    assert run["code"] == 1 and "the data end before the first step" in run["error"]
+    assert run["code"] == 1 and says in run["error"]
 
 
 # --- a disk that fills ---

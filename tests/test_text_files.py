@@ -1,8 +1,11 @@
 """The `text_files` data set against a packing in plain Python, and against TorchTitan's own."""
 
+import json
 import os
 import pickle
+import shutil
 import sysconfig
+import zlib
 from collections import Counter
 from itertools import chain, islice
 from pathlib import Path
@@ -50,7 +53,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def load(corpus, tokenizer):
-    def build(rank=0, dp=1, batch=1, path=corpus, seq_len=SEQ_LEN, **config):
+    def build(rank=0, dp=1, batch=1, path=corpus, seq_len=SEQ_LEN, tokenizer=tokenizer, **config):
         config = {"max_invalid_share": 1.0} | config  # the corpus has a file that is no UTF-8
         return TextFilesDataLoader.Config(dataset_path=str(path), **config).build(
             dp_world_size=dp, dp_rank=rank, tokenizer=tokenizer, seq_len=seq_len, local_batch_size=batch
@@ -138,6 +141,35 @@ def test_the_order_depends_only_on_the_names_and_differs_from_that_of_the_tree(t
         orders.append([os.path.basename(file) for file in list_files(str(tmp_path / folder))])
     assert orders[0] == orders[1] != sorted(orders[0])
     assert orders[0][:5] == ["40", "35", "25", "46", "48"]  # on every machine, in every version of Python
+
+
+def test_files_that_are_left_out_are_counted_by_reason(load, corpus, caplog):
+    (corpus / "nowhere").symlink_to("missing")
+    (corpus / "linked").symlink_to(corpus / "deep")
+    (corpus / "utf16.txt").write_bytes("wide".encode("utf-16"))
+    os.mkfifo(corpus / "fifo")
+    caplog.set_level("INFO")
+    load()
+    assert [message for message in caplog.messages if "text_files" in message] == [
+        f"text_files: 6 files, {sum(len(CORPUS[name]) for name in TEXTS)} bytes; left out: binary (2), "
+        "dangling link (1), empty (1), hidden file (1), hidden folder (1), linked folder (1), "
+        "no regular file (1)"
+    ]
+
+
+def test_what_cannot_be_read_is_an_error_not_left_out(corpus, monkeypatch):
+    with pytest.raises(ValueError, match='"/proc/self/mem" cannot be read .Input/output error.'):
+        list_files("/proc/self/mem")  # readable by its mode, also for tests that root runs
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("er"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match='deep/er" cannot be read .Permission denied.: make it readable'):
+        list_files(str(corpus))
 
 
 # --- what is in a row ---
@@ -341,6 +373,45 @@ def test_a_file_that_changes_or_goes_during_a_run_is_an_error(load, corpus, work
         last.write_bytes(before)
 
 
+def lower(tokenizer, config):
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+
+
+def swap_two_tokens(tokenizer, config):
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def leave_out_the_end(tokenizer, config):
+    del config["eos_token"]
+
+
+@pytest.mark.parametrize("change", [None, lower, swap_two_tokens, leave_out_the_end])
+def test_a_checkpoint_refuses_another_tokenizer(load, corpus, tmp_path, change):
+    folder = shutil.copytree(BYTE_TOKENIZER, tmp_path / ".tokenizer")
+    files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+    parts = [json.loads(file.read_text()) for file in files]
+    if change is not None:
+        change(*parts)
+    for file, part in zip(files, parts, strict=True):
+        file.write_text(json.dumps(part, indent=1))  # other bytes that mean the same
+    state = load().state_dict()
+    other = load(tokenizer=HuggingFaceTokenizer(tokenizer_path=str(folder)))
+    if change is None:
+        other.load_state_dict(state)
+        return
+    with pytest.raises(DataError, match="another tokenizer.*hf_assets_path.*exclude_from_loading"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "state", [[1], {}, {"loader": {}, "files": 7}, {"loader": 3, "files": {}, "tokenizer": ""}]
+)
+def test_a_state_of_another_form_is_refused(load, state):
+    with pytest.raises(DataError, match="was not saved by text_files.*exclude_from_loading"):
+        load().load_state_dict({"stream": zlib.compress(json.dumps(state).encode())})
+
+
 def test_a_state_runs_no_code(load, tmp_path):
     class Attack:
         def __reduce__(self):
@@ -360,9 +431,8 @@ def test_a_byte_order_mark_is_no_text(load, corpus):
             file.unlink()
     (corpus / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"abc" * 40)
     (first, *_) = rows(load(infinite=False))
-    marked = load(infinite=False)
     (corpus / "a.txt").write_bytes(b"abc" * 40)
-    assert next(iter(rows(load(infinite=False)))) == first and marked is not None
+    assert next(iter(rows(load(infinite=False)))) == first
 
 
 @pytest.mark.parametrize("spoil", [b"\xff", b"\0", b"\xe9"])

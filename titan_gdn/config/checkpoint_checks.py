@@ -90,6 +90,8 @@ def _check_step(own: str, step: int, config: Trainer.Config) -> None:
         what = "Hugging Face files"
     else:
         saved = _account_step(f'checkpoint.folder = "{config.checkpoint.folder}"', folder, config)
+        if step != 0:  # of which TorchTitan loads the model alone
+            _check_data_set(folder, saved, config)
         state_is_loaded = step != 0 and not config.checkpoint.exclude_from_loading
         if not state_is_loaded or any(key.startswith(TRAIN_STATE) for key in saved.state_dict_metadata):
             return
@@ -100,6 +102,19 @@ def _check_step(own: str, step: int, config: Trainer.Config) -> None:
         "earlier step, or checkpoint.folder to another folder; to start a new run with these weights, set "
         "checkpoint.initial_load_path to theirs."
     )
+
+
+def _check_data_set(folder: str, saved: Metadata, config: Trainer.Config) -> None:
+    """Check that the saved position in the data is one of the data set that the run reads."""
+    keys = [key for key in saved.state_dict_metadata if key.startswith("dataloader.")]
+    excluded = "dataloader" in config.checkpoint.exclude_from_loading
+    dataset = config.dataloader.dataset
+    if keys and not excluded and (keys == ["dataloader.stream"]) != (dataset == "text_files"):
+        raise ConfigError(
+            f'dataloader.dataset = "{dataset}": "{folder}" was saved by a run of another data set, whose '
+            "position does not apply. Set its data set, or start with the first row: "
+            'checkpoint.exclude_from_loading = ["dataloader"].'
+        )
 
 
 def _check_initial(config: Trainer.Config) -> None:

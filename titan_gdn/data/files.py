@@ -5,8 +5,9 @@ import hashlib
 import os
 import random
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from torchtitan.tools.logging import logger
 
@@ -20,7 +21,7 @@ class DataError(RuntimeError):
     """The files of a data set do not suffice, have changed, or are no text."""
 
 
-def list_files(path: str | None = None) -> list[str]:
+def list_files(path: str | None = None, left_out: Counter[str] | None = None) -> list[str]:
     """List the text files of a data set, in an order that depends only on their names.
 
     A file is text if it is not empty and has no NUL byte in its first KiB. In the standard library, files
@@ -29,25 +30,35 @@ def list_files(path: str | None = None) -> list[str]:
     Args:
         path: `None` for the sources of Python's standard library, a folder for all files below it (except
             hidden files and linked folders), a glob (`**` for any depth), or one file.
+        left_out: Counts the files that are left out, by reason. A glob never finds hidden files, and of the
+            standard library, only sources count.
 
     Returns:
         Paths, shuffled with a fixed seed, because files of the same folder are alike and should not follow
         each other in training. The same names below `path` give the same order on every machine.
 
     Raises:
-        ValueError: There is no text file at `path`.
+        ValueError: There is no text file at `path`, or a file or folder there cannot be read.
     """
+    left_out = Counter() if left_out is None else left_out
     root = os.path.expanduser(path or "")
     if path is None:
-        found = _standard_library()
+        found = _standard_library(left_out)
     elif os.path.isdir(root):
-        found = _walk(root)
+        found = _walk(root, left_out)
     elif os.path.isfile(root):
         found = iter([root])
     else:
         found = glob.iglob(root, recursive=True)
     # All paths share a prefix, so that sorting them sorts the names below `path`. A glob may repeat a file.
-    files = sorted({file for file in found if _is_text(file)})
+    files = []
+    for file in sorted(set(found)):
+        if os.path.isdir(file):  # as `**` finds them
+            continue
+        if reason := _no_text(file):
+            left_out[reason] += 1
+        else:
+            files.append(file)
     if not files:
         where = "the standard library's folder" if path is None else f"dataset_path = '{path}'"
         raise ValueError(
@@ -57,24 +68,44 @@ def list_files(path: str | None = None) -> list[str]:
     return shuffled(files, seed=0)
 
 
-def _standard_library() -> Iterator[str]:
-    for file in _walk(sysconfig.get_path("stdlib"), skip=("site-packages", "dist-packages")):
-        if file.endswith(".py") and _is_utf8(file):
+def _standard_library(left_out: Counter[str]) -> Iterator[str]:
+    for file in _walk(sysconfig.get_path("stdlib"), Counter(), skip=("site-packages", "dist-packages")):
+        if not file.endswith(".py"):
+            continue
+        if _is_utf8(file):
             yield file
+        else:
+            left_out["no UTF-8"] += 1
 
 
-def _walk(folder: str, skip: Sequence[str] = ()) -> Iterator[str]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+def _walk(folder: str, left_out: Counter[str], skip: Sequence[str] = ()) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
+        shown = [name for name in folders if not name.startswith(".") and name not in skip]
+        left_out["hidden folder"] += sum(name.startswith(".") for name in folders)
+        left_out["linked folder"] += sum(os.path.islink(os.path.join(parent, name)) for name in shown)
+        left_out["hidden file"] += sum(name.startswith(".") for name in names)
+        folders[:] = shown
         yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
 
-def _is_text(file: str) -> bool:
-    if not os.path.isfile(file):  # a folder, a socket, a dangling link
-        return False
-    with open(file, "rb") as stream:
-        head = stream.read(1024)
-    return bool(head) and b"\0" not in head
+def _no_text(file: str) -> str:
+    """Why a file is no text, "" if it may be one."""
+    if not os.path.isfile(file):
+        return "dangling link" if os.path.islink(file) else "no regular file"  # a FIFO, a socket
+    try:
+        with open(file, "rb") as stream:
+            head = stream.read(1024)
+    except OSError as error:
+        error.filename = file  # which an error of `read` lacks
+        _refuse(error)
+    return "binary" if b"\0" in head else "" if head else "empty"
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise ValueError(
+        f'"{error.filename}" cannot be read ({error.strerror}): make it readable, or set a dataset_path '
+        "without it"
+    ) from error
 
 
 def _is_utf8(file: str) -> bool:
@@ -183,8 +214,9 @@ class Reader:
         told = f'text_files: "{file}": {invalid:,} of {size:,} bytes are no UTF-8 text'
         if invalid > self._max_invalid_share * size:
             raise DataError(
-                f"{told}, more than dataloader.max_invalid_share = {self._max_invalid_share} allows. Convert "
-                "or remove the file, or set a larger share to train on it as it is."
+                f"{told}, more than dataloader.max_invalid_share = {self._max_invalid_share} "
+                "allows (for validation, validator.dataloader.max_invalid_share). Convert or remove the "
+                "file, or set a larger share to read it as it is."
             )
         if file not in self._told:
             self._told.add(file)

@@ -7,9 +7,11 @@ packed as in TorchTitan (`torchtitan.hf_datasets.text_datasets`), but the cost o
 length of its document, and a checkpoint holds three numbers instead of buffered tokens.
 """
 
+import hashlib
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,6 +27,15 @@ from torchtitan.tools.logging import logger
 from titan_gdn.data.files import DataError, Reader, changes, fingerprints, list_files, shuffled
 
 Row: TypeAlias = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+_PROBE = bytes(range(32, 127)).decode() + " the of and return self.__init__(1234567)\n\t" + "Grüße, 世界 🌍"
+"""A text of which tokenizers make different tokens."""
+
+
+def _digest_of(tokenizer: BaseTokenizer) -> str:
+    """What a position in tokens depends on. Not of the tokenizer's file: libraries may write it anew."""
+    tokens = tokenizer.encode(_PROBE, add_bos=True, add_eos=True)
+    return hashlib.blake2b(repr((tokenizer.get_vocab_size(), tokens)).encode(), digest_size=8).hexdigest()
 
 
 class TextFiles(IterableDataset, Stateful):
@@ -202,25 +213,35 @@ class TextFilesDataLoader(ParallelAwareDataloader):
 
         It is JSON, compressed: unlike a pickle, what a checkpoint holds cannot run code.
         """
-        state = {"loader": super(ParallelAwareDataloader, self).state_dict(), "files": self._found}
+        state = {
+            "loader": super(ParallelAwareDataloader, self).state_dict(),
+            "files": self._found,
+            "tokenizer": self._tokenizer_digest,
+        }
         return {"stream": zlib.compress(json.dumps(state).encode())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a run stopped, for any data-parallel degree and `num_workers` of that run.
 
         Raises:
-            DataError: The files have changed since.
+            DataError: The files have changed since, or the tokenizer has.
         """
         if not state_dict:
             return
         try:
             state = json.loads(zlib.decompress(state_dict["stream"]))
-            stream, files = state["loader"], state["files"]
+            stream, files, tokenizer = dict(state["loader"]), dict(state["files"]), state["tokenizer"]
         except (KeyError, TypeError, ValueError, zlib.error) as error:
             raise DataError(
                 "text_files: the checkpoint's position in the data was not saved by text_files. Start with "
                 'the first file: checkpoint.exclude_from_loading = ["dataloader"].'
             ) from error
+        if tokenizer != self._tokenizer_digest:
+            raise DataError(
+                "text_files: the run was saved with another tokenizer than that of model.hf_assets_path, so "
+                "its position, in tokens, does not apply. Set that tokenizer, or start with the first file: "
+                'checkpoint.exclude_from_loading = ["dataloader"].'
+            )
         self._check(files)
         if ("_snapshot" in stream) == (self.num_workers > 0):
             StatefulDataLoader.load_state_dict(self, stream)
@@ -262,11 +283,17 @@ class TextFilesDataLoader(ParallelAwareDataloader):
         snapshot_every_n_steps: int | None = 1,
         **kwargs: Any,
     ) -> None:
-        files = list_files(config.dataset_path)
+        left_out: Counter[str] = Counter()
+        files = list_files(config.dataset_path, left_out)
         self._found, self._where = fingerprints(files), config.dataset_path
         self._allow_changed_files = config.allow_changed_files
         size = sum(os.path.getsize(file) for file in files)
-        logger.info(f"text_files: {len(files):,} files, {size:,} bytes")
+        reasons = ", ".join(f"{reason} ({count:,})" for reason, count in sorted(left_out.items()) if count)
+        logger.info(
+            f"text_files: {len(files):,} files, {size:,} bytes"
+            + (f"; left out: {reasons}" if reasons else "")
+        )
+        self._tokenizer_digest = _digest_of(tokenizer)
         stream = TextFiles(
             files,
             tokenizer,

@@ -6,7 +6,6 @@ from typing import Literal, cast
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
-from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.decoder import Decoder
@@ -15,6 +14,7 @@ from torchtitan.trainer import Trainer
 
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.data.text_files import TextFilesDataLoader
+from titan_gdn.data.validator import Validator
 from titan_gdn.models.hybrid.checkpoint_manager import HybridCheckpointManager
 from titan_gdn.models.hybrid.debug import DebugConfig
 

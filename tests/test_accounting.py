@@ -374,7 +374,7 @@ def square(tensors, what):
 
 
 def test_every_rank_ends_with_exit_code_2_in_less_than_ten_seconds(saved, tmp_path):
-    """Fifty files, of which the last is truncated: rank 0 says so once."""
+    """Fifty files, of which the last is truncated: rank 0 says so, and rank 1 later if it still runs then."""
     items = list(saved["qwen3_next"][0].items())
     weight_map = {}
     for i in range(50):
@@ -387,9 +387,9 @@ def test_every_rank_ends_with_exit_code_2_in_less_than_ten_seconds(saved, tmp_pa
     last.write_bytes(last.read_bytes()[:-1])
     ended = ranks.run(end_of, 2, argv)
     assert [code for code, _, _ in ended] == [2, 2]
-    assert ended[0][1] < 10  # rank 1 waits until rank 0 has printed
-    told = [text for _, _, text in ended]
-    assert f'"{last}" is truncated' in told[0] and told[0].count("\n") == 1 and not told[1]
+    assert ended[0][1] < 10 and ended[1][1] > ended[0][1] + 2
+    for _, _, told in ended:
+        assert f'"{last}" is truncated' in told and told.count("\n") == 1
 
 
 def end_of(argv):

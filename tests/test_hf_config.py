@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import re
+import shutil
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests import hf
 from tests.hf import PUBLISHED
 from tests.test_hf_parity import CASES, FAMILIES, KIMI_LINEAR, QWEN3_NEXT, numbers
 from titan_gdn import models
+from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config import checkpoint_checks
 from titan_gdn.config.load import ConfigError, defaults, load_config
 from titan_gdn.models.hybrid.hf_config import CHANGE_NOTHING, TRAINING_ONLY
@@ -316,6 +318,7 @@ def log():
 @every_family
 def test_from_hf_is_the_model_of_the_directory_that_gives_the_weights(family, run, tmp_path, log):
     file, _ = saved(hf.model(family)[0], tmp_path)  # hf_assets_path, of which only the tokenizer counts
+    shutil.copy(f"{BYTE_TOKENIZER}/tokenizer.json", tmp_path)
     small = JSON[family].hf_config_of(dataclasses.replace(JSON[family].arguments_of(file), norm_eps=1e-3))
     config = run(family, "from_hf", small, (), "--model.hf_assets_path", str(tmp_path))
     assert numbers(config.model_spec.model.arguments) == numbers(JSON[family].arguments_of(small))

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tests import hf, ranks
 from tests.draw import covering, in_sets
 from tests.hf import PUBLISHED
 from tests.training import train, train_until
+from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config import checkpoint_checks
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.kimi_linear import KimiLinearArguments
@@ -158,7 +160,8 @@ def test_groups_of_parameters_are_to_be_on_every_stage(tmp_path):
             "activation_checkpoint.debug",
         ),
         ("--lr_scheduler.total_steps 0", "lr_scheduler.total_steps = 0: expected at least 1"),
-        ("--lr_scheduler.decay_ratio nan", "lr_scheduler.decay_ratio = nan: expected a number from 0 to 1"),
+        ("--lr_scheduler.decay_ratio 1.5", "lr_scheduler.decay_ratio = 1.5: expected a number from 0 to 1"),
+        ("--lr_scheduler.decay_ratio nan", "--lr_scheduler.decay_ratio nan: expected a finite number"),
         ("--lr_scheduler.min_lr_factor -1", "lr_scheduler.min_lr_factor = -1"),
         ("--comm.train_timeout_seconds 0", "comm.train_timeout_seconds = 0: expected at least 1"),
         (
@@ -331,6 +334,7 @@ def test_the_configurations_that_we_ship_are_valid(name, tmp_path, monkeypatch):
     path = os.path.join(os.path.dirname(__file__), "..", "train_configs", name)
     # Weights and tokenizers of published models are not in the repository.
     (tmp_path / "model.safetensors").touch()
+    shutil.copy(f"{BYTE_TOKENIZER}/tokenizer.json", tmp_path)
     monkeypatch.setattr(checkpoint_checks, "_account", lambda *args: None)
     monkeypatch.setattr(checkpoint_checks, "_check_export", lambda *args: None)
     family = next(family for family in PUBLISHED if name.startswith(family))

@@ -1,6 +1,7 @@
 """Small random models of transformers, whose PyTorch code is the oracle, and TOML files that train them."""
 
 import importlib
+import re
 
 import torch
 
@@ -16,7 +17,8 @@ _KERNELS = {
 
 def model(family="qwen3_next", **changes):
     """Return a random `ForCausalLM` of transformers and the arguments of our builder for the same model."""
-    config, overrides = {"qwen3_next": _qwen3_next, "kimi_linear": _kimi_linear}[family](**changes)
+    of_family = {"qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "kimi_linear": _kimi_linear}
+    config, overrides = of_family[family](**changes)
     return _random(config), overrides
 
 
@@ -32,7 +34,7 @@ def of_file(content):
 
 
 def _random(config):
-    family = config.model_type
+    family = config.model_type.removesuffix("_text")
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     # If FLA is installed, transformers calls its Triton kernels even for CPU tensors: unwrap the PyTorch
     # code.
@@ -40,7 +42,7 @@ def _random(config):
         function = getattr(modeling, name)
         setattr(modeling, name, getattr(function, "__wrapped__", function))
     torch.manual_seed(0)
-    hf = getattr(modeling, type(config).__name__.replace("Config", "ForCausalLM"))(config)
+    hf = getattr(modeling, re.sub("(Text)?Config$", "ForCausalLM", type(config).__name__))(config)
     with torch.no_grad():
         for name, x in (*hf.named_parameters(), *hf.named_buffers()):
             if x.is_floating_point() and not name.endswith("inv_freq"):
@@ -90,6 +92,34 @@ def _qwen3_next(**changes):
     }
     config = Qwen3NextConfig(**small | changes)
     return config, overrides(config, yarn)
+
+
+def _qwen3_5(**changes):
+    from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+
+    factor = changes.pop("partial_rotary_factor", 0.25)
+    sections = [int(16 * factor) - 2, 1, 1]  # pairs of channels of time, height and width
+    rope = {"rope_theta": 1e7, "rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
+    small = _SMALL | {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "max_position_embeddings": 256,
+        "rope_parameters": rope | {"partial_rotary_factor": factor},
+    }
+    sparse = changes.pop("num_experts", 4)
+    if sparse:
+        small |= {"num_experts": sparse, "shared_expert_intermediate_size": 48}
+        del small["intermediate_size"]
+        config = Qwen3_5MoeTextConfig(**small | changes)
+    else:
+        for name in ("moe_intermediate_size", "num_experts_per_tok"):
+            del small[name]
+        config = Qwen3_5TextConfig(**small | changes)
+    return config, gated_overrides(config)
 
 
 def _kimi_linear(**changes):
@@ -151,34 +181,47 @@ def kimi_overrides(config):
 
 def overrides(config, yarn_factor=1.0):
     """Return the `[model.overrides]` of a `Qwen3NextConfig`."""
-    return {
-        "vocab_size": config.vocab_size,
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "layer_types": config.layer_types,
-        "norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "n_heads": config.num_attention_heads,
-        "n_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "partial_rotary_factor": config.rope_parameters["partial_rotary_factor"],
-        "rope_theta": float(config.rope_parameters["rope_theta"]),
-        "context_length": int(config.max_position_embeddings / yarn_factor),
-        "yarn_factor": float(yarn_factor),
-        "n_linear_key_heads": config.linear_num_key_heads,
-        "n_linear_value_heads": config.linear_num_value_heads,
-        "linear_key_head_dim": config.linear_key_head_dim,
-        "linear_value_head_dim": config.linear_value_head_dim,
-        "linear_conv_kernel": config.linear_conv_kernel_dim,
-        "hidden_dim": config.intermediate_size,
-        "n_experts": config.num_experts,
-        "n_experts_per_token": config.num_experts_per_tok,
-        "expert_hidden_dim": config.moe_intermediate_size,
-        "shared_expert_hidden_dim": config.shared_expert_intermediate_size,
+    return gated_overrides(config, yarn_factor) | {
         "norm_topk_prob": config.norm_topk_prob,
         "decoder_sparse_step": config.decoder_sparse_step,
         "mlp_only_layers": list(config.mlp_only_layers),
     }
+
+
+def gated_overrides(config, yarn_factor=1.0):
+    """Return the `[model.overrides]` that Qwen3-Next and Qwen3.5 share."""
+    experts = {"n_experts": getattr(config, "num_experts", 0)}
+    if hasattr(config, "num_experts"):
+        experts |= {
+            "n_experts_per_token": config.num_experts_per_tok,
+            "expert_hidden_dim": config.moe_intermediate_size,
+            "shared_expert_hidden_dim": config.shared_expert_intermediate_size,
+        }
+    dense = {"hidden_dim": config.intermediate_size} if hasattr(config, "intermediate_size") else {}
+    return (
+        experts
+        | dense
+        | {
+            "vocab_size": config.vocab_size,
+            "dim": config.hidden_size,
+            "n_layers": config.num_hidden_layers,
+            "layer_types": config.layer_types,
+            "norm_eps": config.rms_norm_eps,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "n_heads": config.num_attention_heads,
+            "n_key_value_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "partial_rotary_factor": config.rope_parameters["partial_rotary_factor"],
+            "rope_theta": float(config.rope_parameters["rope_theta"]),
+            "context_length": int(config.max_position_embeddings / yarn_factor),
+            "yarn_factor": float(yarn_factor),
+            "n_linear_key_heads": config.linear_num_key_heads,
+            "n_linear_value_heads": config.linear_num_value_heads,
+            "linear_key_head_dim": config.linear_key_head_dim,
+            "linear_value_head_dim": config.linear_value_head_dim,
+            "linear_conv_kernel": config.linear_conv_kernel_dim,
+        }
+    )
 
 
 def weights_of(folder):

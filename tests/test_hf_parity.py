@@ -12,9 +12,11 @@ from tests.compare import relative_error
 from tests.draw import in_sets
 from titan_gdn.models.kimi_linear import KimiLinearArguments, KimiLinearStateDictAdapter
 from titan_gdn.models.kimi_linear.state_dict_adapter import published
+from titan_gdn.models.qwen3_5 import Qwen3_5Arguments, Qwen3_5StateDictAdapter
 from titan_gdn.models.qwen3_next import Qwen3NextArguments, Qwen3NextStateDictAdapter
 
 FAMILIES = {
+    "qwen3_5": (Qwen3_5Arguments, Qwen3_5StateDictAdapter),
     "qwen3_next": (Qwen3NextArguments, Qwen3NextStateDictAdapter),
     "kimi_linear": (KimiLinearArguments, KimiLinearStateDictAdapter),
 }
@@ -33,6 +35,24 @@ QWEN3_NEXT = {
     "only linear layers": {"layer_types": ["linear_attention"] * 4, "num_experts": 0},
     "yarn": {"yarn_factor": 4.0},
     "one key-value head, short kernel, other epsilon": {
+        "num_key_value_heads": 1,
+        "linear_conv_kernel_dim": 2,
+        "rms_norm_eps": 1e-3,
+    },
+}
+QWEN3_5 = {
+    "sparse, small": {},
+    "dense": {"num_experts": 0},
+    "dense, tied embeddings": {"num_experts": 0, "tie_word_embeddings": True},
+    "dense, odd vocabulary": {"num_experts": 0, "vocab_size": 265},
+    "one value head a key head, K unlike V": {"linear_num_value_heads": 4, "linear_value_head_dim": 24},
+    "four value heads a key head": {"num_experts": 0, "linear_num_key_heads": 2},
+    "keys narrower than values": {"linear_key_head_dim": 8},
+    "half of a head rotated": {"partial_rotary_factor": 0.5},
+    "first layer full": {"num_experts": 0, "layer_types": ["full_attention"] + ["linear_attention"] * 3},
+    "three of six experts": {"num_experts": 6, "num_experts_per_tok": 3},
+    "one key-value head, short kernel, other epsilon": {
+        "num_experts": 0,
         "num_key_value_heads": 1,
         "linear_conv_kernel_dim": 2,
         "rms_norm_eps": 1e-3,
@@ -61,12 +81,13 @@ KIMI_LINEAR = {
         "rms_norm_eps": 1e-3,
     },
 }
-CASES = [("qwen3_next", name) for name in QWEN3_NEXT] + [("kimi_linear", name) for name in KIMI_LINEAR]
+SHAPES = {"qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "kimi_linear": KIMI_LINEAR}
+CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
 every_configuration = pytest.mark.parametrize(("family", "name"), CASES)
 
 
 def theirs_of(family, name):
-    return hf.model(family, **(QWEN3_NEXT if family == "qwen3_next" else KIMI_LINEAR)[name])
+    return hf.model(family, **SHAPES[family][name])
 
 
 def saved(model, folder):

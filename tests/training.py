@@ -33,12 +33,15 @@ def train(argv, step_of_gradients=1):
     """
     trainer = _built(argv)
     record = {"loss": [], "grad_norm": [], "gradients": {}, "validation": [], "gap": _watch_routers(trainer)}
+    record["mtp"] = []
 
     def log(step, loss, max_loss, grad_norm, extra_metrics=None):
         record["loss"].append(loss)
         record["grad_norm"].append(grad_norm)
 
     trainer.metrics_processor.log = log
+    # Beside `log`, the losses of multi-token prediction alone are logged.
+    trainer.metrics_processor.logger.log = lambda values, step: record["mtp"].extend(values.values())
     trainer.metrics_processor.log_validation = lambda loss, step, **_: record["validation"].append(loss)
     stages = trainer.parallel_dims.pp
     step = trainer.optimizers.step
@@ -153,6 +156,8 @@ def assert_same_numbers(records, one_rank):
     assert losses
     for loss in losses:
         assert loss == pytest.approx(one_rank["loss"], rel=1e-5)
+    for record in records:
+        assert record["mtp"] == pytest.approx(one_rank["mtp"], rel=1e-5)
     for record in records:
         assert record["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-5)
     gradients = {name: gradient for record in records for name, gradient in record["gradients"].items()}

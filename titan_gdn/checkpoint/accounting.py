@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titan_gdn.checkpoint.fused_experts import fused_name
 from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError, TensorEntry
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -75,6 +76,7 @@ def account(directory: ModelDirectory, expected: Expected) -> Account:
             )
         given[key] = name, entry
     _refuse_formats(given)
+    _refuse_fused(directory, expected)
     if problems := [*_names(given, expected.shapes), *_shapes_and_dtypes(given, expected)]:
         raise ModelDirectoryError(" ".join([f'"{directory.path}"{_model_type(directory)}:', *problems]))
     return Account(given, kept)
@@ -94,10 +96,15 @@ def _refuse_formats(given: dict[str, tuple[str, TensorEntry]]) -> None:
             f'"{_file_of(given, quantized[0])}" is quantized: {some(quantized)} hold scales of float8 '
             "weights, which are not applied when weights are loaded. Convert the files to bfloat16 first."
         )
-    fused = [name for name, _ in given.values() if re.search(r"\.experts\.(gate_up|down)_proj$", name)]
-    if fused:
+
+
+def _refuse_fused(directory: ModelDirectory, expected: Expected) -> None:
+    """Refuse tensors of all experts if the family's files have none, or none of that shape."""
+    trained = [name for name in directory.fused if not name.startswith(expected.kept)]
+    trained += [name for name in directory.tensors if re.search(r"\.experts\.(gate_up|down)_proj$", name)]
+    if trained and not any(fused_name(name) for name in expected.shapes):
         raise ModelDirectoryError(
-            f'"{_file_of(given, fused[0])}" holds all experts of a layer in one tensor: {some(fused)}. '
+            f'"{directory.path}" holds all experts of a layer in one tensor: {some(sorted(trained))}. '
             "Files need a tensor for each expert, as save_pretrained of transformers writes them: load the "
             "directory with from_pretrained and save it with save_pretrained."
         )

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
+from titan_gdn.checkpoint.fused_experts import fused_groups, fused_shape
 from titan_gdn.checkpoint.model_directory import BITS, INDEX, TensorEntry
 from titan_gdn.checkpoint.steps import DCP_FILES, SaveError, remove_files
 
@@ -91,12 +92,14 @@ class Beside:
         source: the directory whose small files (configuration, tokenizer, license, ...) are copied.
         assets: the directory of the tokenizer, which is copied if `source` has none.
         config: what `config.json` holds; None copies that of `source`.
+        fused: names of tensors that hold all experts of a layer (see `fused_experts`).
     """
 
     kept: Mapping[str, TensorEntry]
     source: str | None = None
     assets: str | None = None
     config: dict[str, Any] | None = None
+    fused: frozenset[str] = frozenset()
 
 
 def export(
@@ -123,14 +126,15 @@ def export(
     group = _patient_group()
     sharded = os.path.join(folder, _SHARDED)
     _together(folder, lambda: _clear(folder, beside.source) if rank == 0 else None, group)
-    writer = _PartsWriter(sharded, beside.kept, file_bytes)
+    writer = _PartsWriter(sharded, beside, file_bytes)
     dcp.save(state_dict, storage_writer=writer, process_group=group, no_dist=world == 1)
     files = _from_first_rank(writer.files, group)
     names = file_names(len(files))
 
     def write_files() -> None:
         for i in range(rank, len(files), world):
-            _write_file(os.path.join(folder, names[i]), files[i], _parts(sharded, names[i]))
+            parts = _parts(sharded, names[i])
+            _write_file(os.path.join(folder, names[i]), files[i], parts, beside.fused)
 
     def complete() -> None:
         _complete(folder, dict(zip(names, files, strict=True)), beside)
@@ -159,13 +163,13 @@ def write_one_by_one(
     """
     _clear(folder, beside.source)
     kept = {name: ExportedTensor(entry.dtype, entry.shape, entry) for name, entry in beside.kept.items()}
-    files = filled(kept | dict(tensors), file_bytes)
+    files = filled(kept | dict(tensors), file_bytes, beside.fused)
     names = file_names(len(files))
     places: dict[str, tuple[str, int]] = {}
     for name, file in zip(names, files, strict=True):
         path = os.path.join(folder, name + _PART)  # its header is valid long before its values are
         with open(path, "wb") as out:
-            out.write(_header(file))
+            out.write(_header(file, beside.fused))
             for key, tensor in file.items():
                 places[key] = path, out.tell()
                 if tensor.kept is not None:
@@ -202,37 +206,43 @@ class _PartsWriter(HuggingFaceStorageWriter):
         files: the files of the export; known after saving, on the coordinator.
     """
 
-    def __init__(self, path: str, kept: Mapping[str, TensorEntry], file_bytes: int) -> None:
+    def __init__(self, path: str, beside: Beside, file_bytes: int) -> None:
         super().__init__(path, save_distributed=True)
         self.files: list[File] = []
-        self._kept = kept
+        self._beside = beside
         self._file_bytes = file_bytes
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decides which file holds which tensor: only here the tensors of all ranks are known."""
-        tensors = {name: ExportedTensor(kept.dtype, kept.shape, kept) for name, kept in self._kept.items()}
+        tensors = {
+            name: ExportedTensor(kept.dtype, kept.shape, kept) for name, kept in self._beside.kept.items()
+        }
         for item in (item for plan in plans for item in plan.items):
             data = item.tensor_data
             assert data is not None, "the state dict of a model holds tensors only"
             tensors[item.index.fqn] = ExportedTensor(DTYPE_NAMES[data.properties.dtype], tuple(data.size))
-        self.files = filled(tensors, self._file_bytes)
+        self.files = filled(tensors, self._file_bytes, self._beside.fused)
         self.fqn_to_index_mapping = {name: i for i, file in enumerate(self.files, 1) for name in file}
         return super().prepare_global_plan(plans)
 
 
-def filled(tensors: Mapping[str, ExportedTensor], file_bytes: int) -> list[File]:
+def filled(
+    tensors: Mapping[str, ExportedTensor], file_bytes: int, fused: frozenset[str] = frozenset()
+) -> list[File]:
     """Distributes tensors over files of at most `file_bytes`, in the order of their names.
 
     Numbers in names are compared as numbers, so the files follow the layers and are the same on every mesh.
+    The matrices of a tensor in `fused` follow each other.
     """
     files: list[list[str]] = [[]]
     size = 0
-    for name in sorted(tensors, key=_natural):
-        size += tensors[name].n_bytes
+    for _, names in fused_groups(sorted(tensors, key=_natural), fused):
+        added = sum(tensors[name].n_bytes for name in names)
+        size += added
         if files[-1] and size > file_bytes:
             files.append([])
-            size = tensors[name].n_bytes
-        files[-1].append(name)
+            size = added
+        files[-1] += names
     # Wider dtypes first, so that every tensor is aligned.
     return [
         {name: tensors[name] for name in sorted(names, key=lambda name: -BITS[tensors[name].dtype])}
@@ -272,10 +282,10 @@ def _parts(sharded: str, name: str) -> dict[str, list[Part]]:
     return parts
 
 
-def _write_file(path: str, tensors: File, parts: Mapping[str, list[Part]]) -> None:
+def _write_file(path: str, tensors: File, parts: Mapping[str, list[Part]], fused: frozenset[str]) -> None:
     """Writes a safetensors file, one tensor after the other."""
     with open(path, "wb") as file:
-        file.write(_header(tensors))
+        file.write(_header(tensors, fused))
         for name, tensor in tensors.items():
             if tensor.kept is not None:
                 _copy_bytes(tensor.kept, file)
@@ -285,12 +295,14 @@ def _write_file(path: str, tensors: File, parts: Mapping[str, list[Part]]) -> No
         os.fsync(file.fileno())
 
 
-def _header(tensors: File) -> bytes:
+def _header(tensors: File, fused: frozenset[str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.n_bytes
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name, members in fused_groups(list(tensors), fused):
+        first = tensors[members[0]]
+        begin, end = end, end + sum(tensors[member].n_bytes for member in members)
+        shape = fused_shape(first.shape, members) if name in fused else first.shape
+        header[name] = {"dtype": first.dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -335,13 +347,13 @@ def _complete(folder: str, files: Mapping[str, File], beside: Beside) -> None:
     """Writes what makes files of tensors a model directory."""
     shutil.rmtree(os.path.join(folder, _SHARDED))
     _copy_small_files(folder, beside)
-    _write_index(folder, files)
+    _write_index(folder, files, beside.fused)
 
 
-def _write_index(folder: str, files: Mapping[str, File]) -> None:
+def _write_index(folder: str, files: Mapping[str, File], fused: frozenset[str]) -> None:
     """Writes the index, which completes the directory, in one step."""
     size = sum(tensor.n_bytes for file in files.values() for tensor in file.values())
-    names = {tensor: name for name, file in files.items() for tensor in file}
+    names = {tensor: name for name, file in files.items() for tensor, _ in fused_groups(list(file), fused)}
     write_json(
         os.path.join(folder, INDEX),
         {"metadata": {"total_size": size}, "weight_map": {key: names[key] for key in sorted(names)}},

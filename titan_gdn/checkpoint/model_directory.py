@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from titan_gdn.checkpoint.fused_experts import matrices
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LFS_POINTER = b"version https://git-lfs"
@@ -56,12 +58,15 @@ class ModelDirectory:
     Attributes:
         path: the directory.
         config: the contents of `config.json`, None without such a file.
-        tensors: the tensors that the index names; without an index, those of the only file.
+        tensors: the tensors that the index names; without an index, those of the only file. Tensors that
+            hold all experts are replaced by one for each expert (see `fused_experts`).
+        fused: the names of the tensors that hold all experts.
     """
 
     path: str
     config: dict[str, Any] | None
     tensors: dict[str, TensorEntry]
+    fused: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, path: str) -> "ModelDirectory":
@@ -74,11 +79,28 @@ class ModelDirectory:
             raise ModelDirectoryError(f'"{path}" is not a directory')
         config = os.path.join(path, "config.json")
         index = os.path.join(path, INDEX)
-        return cls(
-            path,
-            _json_file(config) if os.path.lexists(config) else None,
-            _indexed(path, index) if os.path.lexists(index) else dict(_header(_only_file(path))),
-        )
+        read = _json_file(config) if os.path.lexists(config) else None
+        tensors = _indexed(path, index) if os.path.lexists(index) else dict(_header(_only_file(path)))
+        return cls(path, read, *_split(tensors))
+
+
+def _split(tensors: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry], frozenset[str]]:
+    """Returns tensors with one for each expert, and the names of those that held all experts."""
+    result: dict[str, TensorEntry] = {}
+    fused = set()
+    for name, entry in tensors.items():
+        parts = matrices(name, entry.shape, entry.end - entry.begin)
+        if not parts:
+            result[name] = entry
+        for part in parts:
+            if part.name in tensors:
+                raise ModelDirectoryError(
+                    f'"{entry.file}" holds all experts in {name}, and {part.name} is there, too'
+                )
+            begin, end = entry.begin + part.begin, entry.begin + part.end
+            result[part.name] = TensorEntry(entry.file, entry.dtype, part.shape, begin, end)
+            fused.add(name)
+    return result, frozenset(fused)
 
 
 def _only_file(path: str) -> str:

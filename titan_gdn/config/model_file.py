@@ -14,7 +14,7 @@ from torchtitan.trainer import Trainer
 
 from titan_gdn.config.checkpoint_checks import starts_from_hugging_face
 from titan_gdn.config.source import ConfigError
-from titan_gdn.models.hybrid.hf_config import FROM_HF, ConfigJson, Difference, Fields, text
+from titan_gdn.models.hybrid.hf_config import FROM_HF, ConfigJson, ConfigJsons, Difference, Fields, text
 
 
 class ModelFile(NamedTuple):
@@ -64,7 +64,7 @@ def read_model_file(
     return ModelFile(key, path, fields)
 
 
-def arguments_of(file: ModelFile, config_json: ConfigJson) -> Any:
+def arguments_of(file: ModelFile, config_json: ConfigJson | ConfigJsons) -> Any:
     """The arguments of the model that a `config.json` describes.
 
     Raises:
@@ -98,6 +98,7 @@ def check_model_file(config: Trainer.Config, package: ModuleType, overridden: se
     model: Any = spec.model
     try:
         differences = config_json.differences(model.arguments, file.fields)
+        theirs = Fields(config_json.fields_of(file.fields))
     except ValueError as error:
         raise ConfigError(f"{file.path} ({file.key}): {error}") from error
     if (
@@ -108,7 +109,7 @@ def check_model_file(config: Trainer.Config, package: ModuleType, overridden: se
     wrong = [one for one in differences if not {*one.decided_by} & (overridden | changed)]
     if wrong:
         listed = "; ".join(
-            f"{one.argument} = {text(one.ours)} in the flavor, {_theirs(one, file)} in the file"
+            f"{one.argument} = {text(one.ours)} in the flavor, {_theirs(one, theirs)} in the file"
             for one in wrong
         )
         raise ConfigError(
@@ -119,21 +120,20 @@ def check_model_file(config: Trainer.Config, package: ModuleType, overridden: se
     for one in differences:
         where = "[model.overrides]" if {*one.decided_by} & overridden else f'model.flavor = "{flavor}"'
         logger.warning(
-            f"{one.argument} = {text(one.ours)} in {where} wins over {_theirs(one, file)} in {file.path}"
+            f"{one.argument} = {text(one.ours)} in {where} wins over {_theirs(one, theirs)} in {file.path}"
         )
     if flavor != FROM_HF:
         _warn_of_unknown(file, config_json)
 
 
-def _theirs(one: Difference, file: ModelFile) -> str:
+def _theirs(one: Difference, fields: Fields) -> str:
     """The value of an argument according to the file, with the field that says so."""
-    fields = Fields(file.fields)
     if one.path not in fields:
         return f"{text(one.theirs)} ({one.path} is not set)"
     return f"{text(one.theirs)} ({one.path} = {text(fields[one.path])})"
 
 
-def _warn_of_unknown(file: ModelFile, config_json: ConfigJson) -> None:
+def _warn_of_unknown(file: ModelFile, config_json: ConfigJson | ConfigJsons) -> None:
     if unknown := config_json.unknown_fields(file.fields):
         logger.warning(
             f"{file.path}: unknown fields, which are ignored: {', '.join(unknown)}. If one of them changes "

@@ -5,6 +5,7 @@ from types import ModuleType
 
 MODELS: dict[str, str] = {
     "qwen3_next": "titan_gdn.models.qwen3_next",
+    "qwen3_5": "titan_gdn.models.qwen3_5",
     "kimi_linear": "titan_gdn.models.kimi_linear",
 }
 """The possible values of `model.name`, with the package of each family."""

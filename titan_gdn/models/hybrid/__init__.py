@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
 from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
@@ -14,6 +16,7 @@ from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.block import linear_layers
 from titan_gdn.models.hybrid.builders import HybridArguments
 from titan_gdn.models.hybrid.config_registry import RunDefaults
+from titan_gdn.models.hybrid.mtp import mtp_of
 from titan_gdn.models.hybrid.parallelize import parallelize_hybrid
 
 
@@ -72,6 +75,14 @@ def model_spec(
         model=model,
         parallelize_fn=parallelize_hybrid,
         pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=register_moe_load_balancing_hook,
+        post_optimizer_build_fn=_balance_experts,
         state_dict_adapter=adapter,
     )
+
+
+def _balance_experts(
+    optimizers: OptimizersContainer, model_parts: list[nn.Module], parallel_dims: ParallelDims
+) -> None:
+    """Balances the experts of all layers, with those of multi-token prediction."""
+    parts = [*model_parts, *(mtp for part in model_parts for mtp in mtp_of(part))]
+    register_moe_load_balancing_hook(optimizers, parts, parallel_dims)

@@ -5,6 +5,7 @@ adds a method `config` that builds the model (see `titan_gdn.models.qwen3_next.m
 arguments are the keys of `[model.overrides]`; the string below each is its documentation.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn, Self, cast
@@ -25,6 +26,7 @@ from titan_gdn.layers.initialization import NORMAL, WEIGHT, linear
 from titan_gdn.layers.linear_attention import LinearAttention, Widths
 from titan_gdn.models.hybrid.block import HybridBlock
 from titan_gdn.models.hybrid.model import HybridModel
+from titan_gdn.models.hybrid.mtp import Gather, MultiTokenPrediction
 
 KINDS = ("linear_attention", "full_attention")
 """The possible entries of `layer_types`."""
@@ -186,6 +188,23 @@ class SparseArguments(HybridArguments):
                 self.refuse(name, "a multiple of 8 if the model has experts")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MultiTokenArguments(SparseArguments):
+    """The arguments of models that are published with a layer of multi-token prediction."""
+
+    mtp: bool = False
+    """Whether the layer that predicts the token after the next is trained; false keeps its weights as they
+    are in the files."""
+
+    mtp_loss_weight: float = 0.1
+    """Weight of the loss of the token after the next."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.mtp_loss_weight < math.inf:
+            self.refuse("mtp_loss_weight", "a positive number (mtp = false leaves the loss out)")
+
+
 def feed_forward(dim: int, hidden_dim: int) -> FeedForward.Config:
     """Returns the configuration of a dense SwiGLU feed-forward."""
     return make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=WEIGHT, w2w3_param_init=WEIGHT)
@@ -229,6 +248,7 @@ def decoder(
     mlp: Callable[[int], FeedForward.Config | MoE.Config],
     norm: Callable[[int], Module.Config],
     enable_weight_tying: bool = False,
+    mtp_loss_weight: float | None = None,
 ) -> HybridModel.Config:
     """Builds the configuration of a model, layer by layer.
 
@@ -239,6 +259,7 @@ def decoder(
         mlp: returns the feed-forward of a layer, dense or with experts, given its number (from 0).
         norm: returns the configuration of a norm, given its width.
         enable_weight_tying: whether embedding and head share one weight.
+        mtp_loss_weight: weight of the loss of multi-token prediction; None builds no layer for it.
     """
     dim, vocab_size = arguments.dim, arguments.vocab_size
 
@@ -253,6 +274,17 @@ def decoder(
             feed_forward=None if isinstance(ffn, MoE.Config) else ffn,
         )
 
+    mtp = None
+    if mtp_loss_weight is not None:
+        mtp = MultiTokenPrediction.Config(
+            embedding_norm=norm(dim),
+            hidden_norm=norm(dim),
+            fc=linear(2 * dim, dim),
+            layer=layer(0, "full_attention"),
+            norm=norm(dim),
+            gather=Gather.Config(),
+            loss_weight=mtp_loss_weight,
+        )
     return HybridModel.Config(
         dim=dim,
         vocab_size=vocab_size,
@@ -261,5 +293,6 @@ def decoder(
         norm=cast(RMSNorm.Config, norm(dim)),  # TorchTitan also builds other norms
         lm_head=linear(dim, vocab_size),
         enable_weight_tying=enable_weight_tying,
+        mtp=mtp,
         arguments=arguments,
     )

@@ -26,12 +26,16 @@ if TYPE_CHECKING:
 
 
 def check(
-    model: Decoder.Config, converters: list[QuantizationConverter.Config], config: "Trainer.Config"
+    model: Decoder.Config,
+    mtp: bool,
+    converters: list[QuantizationConverter.Config],
+    config: "Trainer.Config",
 ) -> None:
     """Validates a run against a model, on any machine.
 
     Args:
         model: the model.
+        mtp: whether it predicts the token after the next.
         converters: what is quantized, and how.
         config: the run.
 
@@ -39,7 +43,7 @@ def check(
         ValueError: heads, widths or the sequence length are not divisible by the degrees that shard them, or
             the exchange, the pipeline stages, the experts or the optimizer's groups do not fit the model.
     """
-    check_pipeline(len(model.layers), model.enable_weight_tying, config)
+    check_pipeline(len(model.layers), model.enable_weight_tying, mtp, config)
     _check_widths(model, config.parallelism)
     _check_experts(model, config.parallelism)
     _check_routing(model, config)

@@ -1,14 +1,13 @@
 """The default training configuration of a model, which a TOML file and the command line change."""
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -17,6 +16,8 @@ from titan_gdn.data.text_files import TextFilesDataLoader
 from titan_gdn.data.validator import Validator
 from titan_gdn.models.hybrid.checkpoint_manager import HybridCheckpointManager
 from titan_gdn.models.hybrid.debug import DebugConfig
+from titan_gdn.models.hybrid.mtp import MultiTokenLoss
+from titan_gdn.models.hybrid.trainer import HybridTrainer
 
 PATTERNS = (r"(A_log|dt_bias|norm\.weight)$", ".*")
 """Patterns of parameter names: those without weight decay, then the rest."""
@@ -54,12 +55,10 @@ def run_of(spec: ModelSpec, run: RunDefaults) -> Trainer.Config:
         spec: the model.
         run: the settings that depend on the flavor.
     """
-    return Trainer.Config(
+    return HybridTrainer.Config(
         model_spec=spec,
         hf_assets_path=BYTE_TOKENIZER,
-        loss=ChunkedLossWrapper.Config(
-            loss_fn=CrossEntropyLoss.Config(global_vocab_size=cast(Decoder.Config, spec.model).vocab_size)
-        ),
+        loss=ChunkedLossWrapper.Config(loss_fn=_loss(cast(Any, spec.model))),
         optimizer=_adamw(run.lr),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=run.warmup_steps),
         training=TrainingConfig(
@@ -77,6 +76,12 @@ def run_of(spec: ModelSpec, run: RunDefaults) -> Trainer.Config:
         activation_checkpoint=FullAC.Config() if run.full_checkpointing else None,
         debug=DebugConfig(),
     )
+
+
+def _loss(model: Any) -> CrossEntropyLoss.Config:
+    if model.mtp is None:
+        return CrossEntropyLoss.Config(global_vocab_size=model.vocab_size)
+    return MultiTokenLoss.Config(global_vocab_size=model.vocab_size, weight=model.mtp.loss_weight)
 
 
 def _adamw(lr: float) -> OptimizersContainer.Config:

@@ -17,7 +17,7 @@ from titan_gdn.models.hybrid.builders import KINDS
 FROM_HF = "from_hf"
 """The flavor whose arguments are those of a `config.json`."""
 
-TRAINING_ONLY = frozenset({"load_balance_coeff"})
+TRAINING_ONLY = frozenset({"load_balance_coeff", "mtp", "mtp_loss_weight"})
 """Arguments that say how a model is trained. No `config.json` holds them."""
 
 CHANGE_NOTHING = frozenset(
@@ -243,6 +243,20 @@ class Difference(NamedTuple):
     decided_by: tuple[str, ...]
 
 
+class WholeModel(NamedTuple):
+    """The `config.json` of a model whose text model is trained here.
+
+    Attributes:
+        model_type: the `model_type` of the whole model.
+        architecture: the only entry of its `architectures`.
+        table: the table that holds the text model's fields.
+    """
+
+    model_type: str
+    architecture: str
+    table: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConfigJson:
     """What the `config.json` of a model family means.
@@ -255,6 +269,7 @@ class ConfigJson:
         only: fields with the values that are supported. A file without the field means the first one.
         change_nothing: fields of the family that do not change the model, beside `CHANGE_NOTHING`.
         complete: fields that a `config.json` has which is written without an original.
+        whole: a model that the family's model is a part of, whose files are read, too.
     """
 
     model_type: str
@@ -264,6 +279,37 @@ class ConfigJson:
     only: dict[str, tuple[Any, ...]]
     change_nothing: frozenset[str]
     complete: dict[str, Any] = field(default_factory=dict)
+    whole: WholeModel | None = None
+
+    def describes(self, config: dict[str, Any]) -> bool:
+        """Whether a `config.json` is of this family, by its `model_type`."""
+        return config.get("model_type") in self.model_types
+
+    @property
+    def model_types(self) -> list[str]:
+        """The possible values of `model_type`."""
+        return [self.model_type, *([self.whole.model_type] if self.whole else [])]
+
+    def fields_of(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the family's model: all of them, or a table in those of the whole model.
+
+        Raises:
+            ValueError: a field of the whole model contradicts the table, or the table is missing.
+        """
+        if self.whole is None or config.get("model_type") != self.whole.model_type:
+            return config
+        Fields(config).get(self.whole.table, kind=dict)
+        _check_architectures(config, self.whole.architecture)
+        table = config[self.whole.table]
+        for name in ("tie_word_embeddings",):
+            if name in config and config[name] != table.get(name, config[name]):
+                raise ValueError(
+                    f"{name} = {text(config[name])} and {self.whole.table}.{name} = {text(table[name])} "
+                    "contradict each other"
+                )
+            if name in config:
+                table = table | {name: config[name]}
+        return table
 
     def arguments_of(self, config: dict[str, Any]) -> Any:
         """Returns the arguments of the model that a `config.json` describes.
@@ -272,7 +318,7 @@ class ConfigJson:
             ValueError: a field is missing, contradicts another or has a value that is not supported. The
                 message names the field, its value and what is expected.
         """
-        fields = Fields(config)
+        fields = Fields(self.fields_of(config))
         self._check_family(fields)
         self._check_values(fields)
         given: dict[str, Any] = {}
@@ -288,7 +334,7 @@ class ConfigJson:
 
     def unknown_fields(self, config: dict[str, Any]) -> list[str]:
         """Returns the fields that are neither read nor known to change nothing."""
-        fields = Fields(config)
+        fields = Fields(self.fields_of(config))
         for entry in self.entries:
             entry.read(fields)
         return self._unknown(fields)
@@ -299,7 +345,7 @@ class ConfigJson:
         Raises:
             ValueError: as for `arguments_of`.
         """
-        fields, theirs = Fields(config), self.arguments_of(config)
+        fields, theirs = Fields(self.fields_of(config)), self.arguments_of(config)
         layers = min(arguments.n_layers, theirs.n_layers)
         found = []
         for entry in self.entries:
@@ -329,29 +375,37 @@ class ConfigJson:
         if original is not None:
             config = copy.deepcopy(original)
             config.pop("quantization_config", None)  # what is written is not quantized
+        tables = self._tables(config)
         if original is None or self.differences(arguments, config):
             for entry in self.entries:
-                entry.write(arguments, Fields(config))
-            if (config.get("pad_token_id") or 0) >= arguments.vocab_size:
-                config["pad_token_id"] = None  # transformers refuses a row that the embedding lacks
-        if dtype is not None:
-            config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
+                entry.write(arguments, Fields(tables[-1]))
+            for table in tables:
+                if "tie_word_embeddings" in table:
+                    table["tie_word_embeddings"] = tables[-1].get("tie_word_embeddings", False)
+                if (table.get("pad_token_id") or 0) >= arguments.vocab_size:
+                    table["pad_token_id"] = None  # transformers refuses a row that the embedding lacks
+        for table in tables:
+            named = [name for name in ("dtype", "torch_dtype") if name in table]
+            if dtype is not None and (named or table is tables[0]):
+                table[named[0] if named else "dtype"] = dtype
         if lost := self.differences(arguments, config):
             names = ", ".join(f"{one.argument} = {text(one.ours)}" for one in lost)
             raise ValueError(f"the config.json of {self.model_type} cannot describe {names}")
         return config
 
+    def _tables(self, config: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the table of all fields and, in a whole model's, that of the family's."""
+        inner = self.whole is not None and config.get("model_type") == self.whole.model_type
+        return [config, config[self.whole.table]] if self.whole is not None and inner else [config]
+
     def _check_family(self, fields: Fields) -> None:
         model_type = fields.get("model_type", kind=str)
         if model_type != self.model_type:
             raise ValueError(
-                f"model_type = {text(model_type)}: this is another family than {text(self.model_type)}"
+                f"model_type = {text(model_type)}: this is another family than "
+                + " or ".join(map(text, self.model_types))
             )
-        architectures = fields.get("architectures", kind=list[str], default=None)
-        if architectures not in (None, [self.architecture]):
-            raise ValueError(
-                f"architectures = {text(architectures)}: only {text([self.architecture])} is supported"
-            )
+        _check_architectures(fields.config, self.architecture)
 
     def _check_values(self, fields: Fields) -> None:
         for path, supported in self.only.items():
@@ -374,3 +428,50 @@ class ConfigJson:
             for name in (*entry.values(self.arguments()), *entry.also):
                 message = re.sub(rf"\b{name}(?= = )", entry.path(name, fields), message)
         return message
+
+
+def _check_architectures(config: dict[str, Any], only: str) -> None:
+    architectures = Fields(config).get("architectures", kind=list[str], default=None)
+    if architectures not in (None, [only]):
+        raise ValueError(f"architectures = {text(architectures)}: only {text([only])} is supported")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigJsons:
+    """What the `config.json` of a family means whose dense and sparse models have different ones.
+
+    Its methods are those of `ConfigJson`.
+    """
+
+    dense: ConfigJson
+    sparse: ConfigJson
+
+    def _of(self, config: dict[str, Any]) -> ConfigJson:
+        """Returns the one of the two that a file is of."""
+        if self.sparse.describes(config):
+            return self.sparse
+        if not self.dense.describes(config):
+            possible = [*self.dense.model_types, *self.sparse.model_types]
+            raise ValueError(
+                f"model_type = {text(config.get('model_type'))}: this is another family than "
+                + " or ".join(map(text, possible))
+            )
+        return self.dense
+
+    def fields_of(self, config: dict[str, Any]) -> dict[str, Any]:  # noqa: D102
+        return self._of(config).fields_of(config)
+
+    def arguments_of(self, config: dict[str, Any]) -> Any:  # noqa: D102
+        return self._of(config).arguments_of(config)
+
+    def unknown_fields(self, config: dict[str, Any]) -> list[str]:  # noqa: D102
+        return self._of(config).unknown_fields(config)
+
+    def differences(self, arguments: Any, config: dict[str, Any]) -> list[Difference]:  # noqa: D102
+        return self._of(config).differences(arguments, config)
+
+    def hf_config_of(  # noqa: D102
+        self, arguments: Any, original: dict[str, Any] | None = None, dtype: str | None = None
+    ) -> dict[str, Any]:
+        own = self.sparse if arguments.n_experts else self.dense
+        return (own if original is None else self._of(original)).hf_config_of(arguments, original, dtype)

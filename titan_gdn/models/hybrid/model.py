@@ -17,6 +17,7 @@ from titan_gdn.layers.linear_attention import Decay
 from titan_gdn.models.hybrid import checks, quantize
 from titan_gdn.models.hybrid.block import HybridBlock, linear_layers
 from titan_gdn.models.hybrid.exchange_choice import choose_exchanges
+from titan_gdn.models.hybrid.mtp import MultiTokenPrediction
 from titan_gdn.models.hybrid.sharding import set_hybrid_sharding
 from titan_gdn.parallel.sequence import ContextParallel, SequenceLayout
 
@@ -35,8 +36,16 @@ class HybridModel(Decoder):
         converters: list[QuantizationConverter.Config] = field(default_factory=list)
         """What is quantized, and how; see `titan_gdn.models.hybrid.quantize`."""
 
+        mtp: MultiTokenPrediction.Config | None = None
+        """The layer that predicts the token after the next."""
+
         arguments: Any = None
         """The `HybridArguments` from which `decoder` built this configuration."""
+
+        @property
+        def blocks(self) -> list[HybridBlock.Config]:
+            """The layers, and that of multi-token prediction."""
+            return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
 
         @property
         def max_seq_len(self) -> int:
@@ -50,7 +59,7 @@ class HybridModel(Decoder):
             Raises:
                 ValueError: names the keys that do not fit the model, and what is possible.
             """
-            checks.check(self, self.converters, config)
+            checks.check(self, self.mtp is not None, self.converters, config)
 
         def check_device(self) -> None:
             """Checks that kernels and number formats run on this machine. The planner skips this check.
@@ -76,13 +85,15 @@ class HybridModel(Decoder):
             self.check(config)
             self.check_device()
             choose_exchanges(self, config)
-            for layer in self.layers:
-                if (rope := getattr(layer.attention, "rope", None)) is not None:
-                    layer.attention.rope = replace(rope, max_seq_len=config.training.seq_len)
+            for layer in self.blocks:
+                attention: Any = layer.attention
+                if (rope := getattr(attention, "rope", None)) is not None:
+                    attention.rope = replace(rope, max_seq_len=config.training.seq_len)
                 if layer.moe is not None:
                     layer.moe.router._debug_force_load_balance = checks.forces_load_balance(config)
             set_hybrid_sharding(
                 self,
+                self.mtp,
                 tp=parallelism.tensor_parallel_degree,
                 enable_sp=parallelism.enable_sequence_parallel,
                 enable_ep=parallelism.expert_parallel_degree > 1,
@@ -106,6 +117,10 @@ class HybridModel(Decoder):
 
     # How sequences are sharded over CP; set when the model is parallelized.
     context_parallel: ContextParallel | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.mtp = config.mtp.build() if config.mtp else None
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initializes all parameters and buffers, and lets all layers share one rotary table."""
@@ -132,12 +147,14 @@ class HybridModel(Decoder):
         """Computes the logits of every token.
 
         Args:
-            tokens: token ids `[B, L]`, on later pipeline stages hidden states `[B, L, D]`.
+            tokens: token ids `[B, L]`, on later pipeline stages hidden states `[B, L, D]`. With multi-token
+                prediction also `[2B, L]`: the tokens, then for each of them the next token.
             positions: positions inside documents, `[B, L]`; 0 begins a document. If None, each row is one.
             attention_masks: the block mask of FlexAttention, which the trainer builds.
 
         Returns:
-            Logits `[B, L, vocab_size]`. Hidden states `[B, L, D]` if the loss applies the head, and on all
+            Logits `[B, L, vocab_size]`, for `[2B, L]` those of the next token, then those of the token after
+            it. Hidden states `[B, L, D]` if the loss applies the head, and on all
             pipeline stages but the last.
 
         Raises:
@@ -153,10 +170,18 @@ class HybridModel(Decoder):
         decays = iter([decay() for decay in self.decays()])
         embed = _MakeContiguous.apply if self.tok_embeddings is None else self.tok_embeddings
         h_BLD = embed(tokens)
+        next_BLD = None
+        if self.mtp is not None and len(tokens) == 2 * len(positions):
+            h_BLD, next_BLD = h_BLD.chunk(2)
         for layer in self.layers.values():
             decay = next(decays) if layer.linear_attention is not None else None
             h_BLD = layer(h_BLD, attention_masks, positions, decay, sequence=sequence)
         h_BLD = self.norm(h_BLD) if self.norm is not None else _MakeContiguous.apply(h_BLD)
+        if self.mtp is not None:
+            if next_BLD is not None:
+                after_BLD = self.mtp(h_BLD, next_BLD, attention_masks, positions, sequence=sequence)
+                h_BLD = torch.cat([h_BLD, after_BLD])
+            h_BLD = self.mtp.gather(h_BLD)
         return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
 
 

@@ -12,6 +12,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
+from titan_gdn.models.hybrid.mtp import mtp_of
 from titan_gdn.parallel.segments import Order
 from titan_gdn.parallel.sequence import ContextParallel
 from titan_gdn.runtime.async_wait import keep_gradients
@@ -51,10 +52,12 @@ def parallelize_hybrid(
         keep_gradients()
     if parallelism.spmd_backend == "spmd_types" or parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
-    if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
-    if compile_config.enable and "model" in compile_config.components:
-        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    decoders: list[Any] = [*mtp_of(model), model]
+    for part in decoders:
+        if ac_config is not None:
+            ac_config.build(dump_folder=dump_folder).apply(part)
+        if compile_config.enable and "model" in compile_config.components:
+            apply_compile(part, compile_config=compile_config, parallel_dims=parallel_dims)
 
     if parallelism.spmd_backend == "spmd_types":
         mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
@@ -81,20 +84,21 @@ def parallelize_hybrid(
             ),
             **options,
         )
-    apply_fsdp_to_decoder(
-        model,
-        mesh,
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=reduce_dtype,
-        pp_enabled=parallel_dims.pp_enabled,
-        cpu_offload=training.enable_cpu_offload,
-        reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
-        ep_degree=parallel_dims.ep,
-        edp_mesh=expert_mesh,
-        dp_mesh_dims=mesh_dims,
-        edp_mesh_dims=expert_mesh_dims,
-        enable_symm_mem=parallelism.enable_fsdp_symm_mem,
-    )
+    for part in decoders:
+        apply_fsdp_to_decoder(
+            part,
+            mesh,
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=reduce_dtype,
+            pp_enabled=parallel_dims.pp_enabled,
+            cpu_offload=training.enable_cpu_offload,
+            reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+            ep_degree=parallel_dims.ep,
+            edp_mesh=expert_mesh,
+            dp_mesh_dims=mesh_dims,
+            edp_mesh_dims=expert_mesh_dims,
+            enable_symm_mem=parallelism.enable_fsdp_symm_mem,
+        )
     if mesh.device_type == "cpu":
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -112,6 +116,6 @@ def split_context(model: "HybridModel", parallel_dims: ParallelDims, parallelism
         model.context_parallel = ContextParallel(
             cp_mesh, order, agreement_mesh=parallel_dims.get_mesh("loss")
         )
-    layers: Any = model.layers.values()
+    layers: Any = [layer for part in (model, *mtp_of(model)) for layer in part.layers.values()]
     for layer in layers:
         (layer.linear_attention or layer.attention).split_sequence(cp_mesh, tp_mesh)

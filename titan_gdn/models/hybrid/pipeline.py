@@ -111,12 +111,13 @@ def _in_flight(
     return [most[stage] for stage in range(count)]
 
 
-def check_pipeline(n_layers: int, tied: bool, config: "Trainer.Config") -> None:
+def check_pipeline(n_layers: int, tied: bool, mtp: bool, config: "Trainer.Config") -> None:
     """Checks that the model can be split into the pipeline stages of a run.
 
     Args:
         n_layers: number of layers of the model.
         tied: whether embedding and head share one weight.
+        mtp: whether the model predicts the token after the next.
         config: the run.
 
     Raises:
@@ -130,6 +131,11 @@ def check_pipeline(n_layers: int, tied: bool, config: "Trainer.Config") -> None:
         raise ValueError(
             f"{degree} puts the embedding and the head on different stages, but "
             "model.overrides.tie_word_embeddings makes them one weight: remove one of the two keys"
+        )
+    if mtp:
+        raise ValueError(
+            f"model.overrides.mtp = true does not support {degree}: multi-token prediction on the last stage "
+            "needs the embedding, which is on the first; remove one of the two keys"
         )
     if config.comm.mode == "fake_backend":
         raise ValueError(

@@ -19,21 +19,36 @@ from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_gdn.layers.sharding import between_layers
+from titan_gdn.models.hybrid.mtp import MultiTokenPrediction
 
 EXPERTS: dict[str, spmd.PerMeshAxisSpmdType] = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
 
 
-def set_hybrid_sharding(config: Decoder.Config, *, tp: int, enable_sp: bool, enable_ep: bool) -> None:
+def set_hybrid_sharding(
+    config: Decoder.Config,
+    mtp: MultiTokenPrediction.Config | None,
+    *,
+    tp: int,
+    enable_sp: bool,
+    enable_ep: bool,
+) -> None:
     """Sets the placements of all parameters and activations in a model's configuration.
 
     Args:
         config: the model.
+        mtp: its layer of multi-token prediction.
         tp: degree of tensor parallelism.
         enable_sp: whether hidden states between layers are sharded over TP.
         enable_ep: whether experts are sharded over ranks.
     """
     set_decoder_sharding_config(config, enable_sp=enable_sp)
-    for layer in config.layers:
+    layers = list(config.layers)
+    if mtp is not None:
+        # The hidden states stay sharded after the norm: `mtp.gather` gathers those of both predictions.
+        config.norm.sharding_config = norm_config(enable_sp=enable_sp)
+        mtp.set_sharding(enable_sp=enable_sp)
+        layers.append(mtp.layer)
+    for layer in layers:
         layer.attention_norm.sharding_config = norm_config(enable_sp=enable_sp)
         layer.ffn_norm.sharding_config = norm_config(enable_sp=enable_sp)
         (layer.linear_attention or layer.attention).set_sharding(tp=tp, enable_sp=enable_sp)

@@ -36,6 +36,14 @@ LAYER = {
 }
 """Names of parameters in a layer of every hybrid model, with the corresponding names in the files."""
 _EXPERT_BIAS = "moe.expert_bias_E"
+_MTP = "mtp."
+"""The beginning of the names of multi-token prediction, in the model and in the files of every family."""
+_MTP_OUTSIDE_LAYER = {
+    "mtp.fc.weight": "mtp.fc.weight",
+    "mtp.embedding_norm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "mtp.hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "mtp.norm.weight": "mtp.norm.weight",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +100,7 @@ class HybridStateDictAdapter(StateDictAdapter):
     rows: ClassVar[tuple[RowPermutation, ...]]
     shapes: ClassVar[dict[str, tuple[int, ...]]] = {}
     prefix: ClassVar[str] = "model."
-    kept: ClassVar[tuple[str, ...]] = ("mtp.",)
+    kept: tuple[str, ...] = (_MTP,)
     hf_config_of: ClassVar[Callable[..., dict[str, Any]] | None] = None
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
@@ -101,10 +109,13 @@ class HybridStateDictAdapter(StateDictAdapter):
         super().__init__(model_config, None)
         self.model_config: Any = model_config
         self.hf_assets_path = hf_assets_path
+        if model_config.mtp is not None:  # trained, and not kept
+            self.kept = tuple(beginning for beginning in self.kept if beginning != _MTP)
         self._outside_layers = {
             "tok_embeddings.weight": f"{self.prefix}embed_tokens.weight",
             "norm.weight": f"{self.prefix}norm.weight",
             "lm_head.weight": "lm_head.weight",
+            **_MTP_OUTSIDE_LAYER,
         }
         self._sharded: dict[str, DTensor] = {}
 
@@ -125,7 +136,7 @@ class HybridStateDictAdapter(StateDictAdapter):
         hf: dict[str, Any] = {}
         for key, value in state_dict.items():
             prefix, name = _split(key)
-            hf_prefix = self.prefix + prefix
+            hf_prefix = prefix if prefix.startswith(_MTP) else self.prefix + prefix
             if not prefix:
                 if not (name == "lm_head.weight" and self.model_config.enable_weight_tying):
                     hf[self._outside_layers[name]] = value
@@ -228,7 +239,7 @@ class HybridStateDictAdapter(StateDictAdapter):
         if source is None:
             return Beside({}, assets=self.hf_assets_path, config=changed)
         kept = {name: entry for name, entry in source.tensors.items() if name.startswith(self.kept)}
-        return Beside(kept, source.path, self.hf_assets_path, changed)
+        return Beside(kept, source.path, self.hf_assets_path, changed, source.fused)
 
     def as_in(self, files: Mapping[str, TensorEntry], hf_state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gives tensors the names, dtypes and dimensions of 1 that they have in other files of the model.
@@ -329,10 +340,14 @@ class HybridStateDictAdapter(StateDictAdapter):
 
     def _has(self, prefix: str) -> bool:
         """Whether `prefix` names a layer of the model."""
+        if prefix.startswith(_MTP):
+            return self.model_config.mtp is not None
         return prefix != "" and int(prefix.split(".")[1]) < len(self.model_config.layers)
 
     def _linear(self, prefix: str) -> Any:
         """The configuration of a layer's linear attention, None if the layer has full attention."""
+        if prefix.startswith(_MTP):
+            return None
         return self.model_config.layers[int(prefix.split(".")[1])].linear_attention
 
     def _permute(
@@ -391,9 +406,12 @@ def _order_in_files(permutation: RowPermutation, config: Any, rows: range, shape
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Splits `layers.3.norm.weight` into `("layers.3.", "norm.weight")`. Other keys have the prefix `""`."""
-    parts = key.split(".", 2)
-    return (f"layers.{parts[1]}.", parts[2]) if parts[0] == "layers" else ("", key)
+    """Splits `layers.3.norm.weight` into `("layers.3.", "norm.weight")`, and `mtp.layers.0.` off likewise.
+
+    Other keys have the prefix `""`.
+    """
+    found = re.match(r"((?:mtp\.)?layers\.\d+\.)(.+)", key)
+    return (found[1], found[2]) if found else ("", key)
 
 
 def _global(x: Tensor) -> Tensor:

@@ -1,53 +1,10 @@
 """The `config.json` of Qwen3-Next, as published and as transformers 5 saves it."""
 
-import math
 from typing import Any
 
-from titan_gdn.models.hybrid.hf_config import ConfigJson, Entry, Fields, Same, checked_layer_types, text
+from titan_gdn.models.hybrid.gated_hf_config import COMPLETE, DENSE, EXPERTS, ONLY, SHARED
+from titan_gdn.models.hybrid.hf_config import ConfigJson, Entry, Fields, Same
 from titan_gdn.models.qwen3_next.model import Qwen3NextArguments
-
-_SCALINGS = ("rope_scaling", "rope_parameters")
-"""The two names of the table with the scaling of the rotary embedding. transformers 5 writes the second."""
-
-
-def _rope(name: str) -> str:
-    return " ".join((name, *(f"{table}.{name}" for table in _SCALINGS)))
-
-
-class LayerTypes(Entry):
-    """The kind of each layer: a list, or the distance between layers of full attention."""
-
-    also = ("full_attention_interval",)
-
-    def read(self, fields: Fields) -> dict[str, Any]:  # noqa: D102
-        n_layers = fields.get("num_hidden_layers", kind=int)
-        interval = fields.get("full_attention_interval", kind=int, default=None)
-        kinds = fields.get("layer_types", kind=list[str], default=None)
-        if interval is not None and interval < 1:
-            raise ValueError(f"full_attention_interval = {interval}: expected at least 1")
-        if kinds is None:
-            return {"full_attention_interval": 4 if interval is None else interval}
-        checked_layer_types(kinds, n_layers)
-        if interval is not None and kinds != _every(interval, n_layers):
-            raise ValueError(
-                f"layer_types = {text(kinds)} and full_attention_interval = {interval} contradict each other"
-            )
-        return {"layer_types": kinds}
-
-    def write(self, arguments: Qwen3NextArguments, fields: Fields) -> None:  # noqa: D102
-        fields.config.pop("full_attention_interval", None)
-        fields["layer_types"] = arguments.kinds()
-
-    def values(self, arguments: Qwen3NextArguments) -> dict[str, Any]:  # noqa: D102
-        return {"layer_types": arguments.kinds()}
-
-    def path(self, argument: str, fields: Fields) -> str:  # noqa: D102
-        explicit = fields.config.get("layer_types") is not None
-        return "layer_types" if explicit or "full_attention_interval" not in fields else self.also[0]
-
-
-def _every(interval: int, n_layers: int) -> list[str]:
-    return ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
 
 
 class DenseLayers(Entry):
@@ -74,136 +31,14 @@ class DenseLayers(Entry):
         )
 
 
-class ContextLength(Entry):
-    """The longest sequence, and its extension by YaRN."""
-
-    def read(self, fields: Fields) -> dict[str, Any]:  # noqa: D102
-        length = fields.get("max_position_embeddings", kind=int)
-        for table in _SCALINGS:
-            fields.get(table, kind=dict, default=None)
-        kind = fields.get(*_in_tables("rope_type", "type"), kind=str, default="default")
-        original = fields.get(
-            *_in_tables("original_max_position_embeddings"),
-            "original_max_position_embeddings",
-            kind=int,
-            default=None,
-        )
-        if kind == "default":
-            for path in _in_tables("original_max_position_embeddings", "factor"):
-                if path in fields:
-                    raise ValueError(f'{path} = {text(fields[path])}: only rope_type = "yarn" has it')
-            return {"context_length": length, "yarn_factor": 1.0}
-        if kind != "yarn":
-            path = next(path for path in _in_tables("rope_type", "type") if path in fields)
-            raise ValueError(f'{path} = {text(kind)}: only "default" and "yarn" are supported')
-        factor = fields.get(*_in_tables("factor"), kind=float)
-        _check_yarn(fields, factor)
-        return {"context_length": length if original is None else original, "yarn_factor": factor}
-
-    def write(self, arguments: Qwen3NextArguments, fields: Fields) -> None:  # noqa: D102
-        original, factor = arguments.context_length, arguments.yarn_factor
-        fields["max_position_embeddings"] = int(original * factor)
-        fields.config.pop("original_max_position_embeddings", None)
-        scaling = {"rope_type": "default"}
-        if factor > 1:
-            scaling = {
-                "rope_type": "yarn",
-                "factor": factor,
-                "original_max_position_embeddings": original,
-            }
-        tables = [table for table in _SCALINGS if fields.config.get(table)]
-        for table in tables or _SCALINGS[:1]:
-            old = fields.config.get(table) or {}
-            kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
-            fields.config[table] = kept | scaling if kept or factor > 1 else None
-
-    def values(self, arguments: Qwen3NextArguments) -> dict[str, Any]:  # noqa: D102
-        return {"context_length": arguments.context_length, "yarn_factor": arguments.yarn_factor}
-
-    def path(self, argument: str, fields: Fields) -> str:  # noqa: D102
-        table = next((table for table in _SCALINGS if fields.config.get(table)), _SCALINGS[0])
-        if argument == "yarn_factor":
-            return f"{table}.factor" if f"{table}.factor" in fields else table
-        original = f"{table}.original_max_position_embeddings"
-        return original if original in fields else "max_position_embeddings"
-
-
-def _in_tables(*names: str) -> list[str]:
-    return [f"{table}.{name}" for table in _SCALINGS for name in names]
-
-
-def _check_yarn(fields: Fields, factor: float) -> None:
-    """Checks the further parameters of YaRN: only those with which it was published are supported."""
-    if factor < 1:
-        path = next(path for path in _in_tables("factor") if path in fields)
-        raise ValueError(f"{path} = {factor}: expected at least 1")
-    temperature = 0.1 * math.log(factor) + 1
-    supported = {
-        "attention_factor": temperature,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": None,
-        "mscale_all_dim": None,
-        "truncate": True,
-    }
-    for name, only in supported.items():
-        kind = bool if only is True else float
-        value = fields.get(*_in_tables(name), kind=kind, default=None)
-        if value is not None and (only is None or not math.isclose(value, only, rel_tol=1e-6)):
-            path = next(path for path in _in_tables(name) if path in fields)
-            raise ValueError(f"{path} = {text(value)}: only {text(only)} is supported")
-
-
 config_json = ConfigJson(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     arguments=Qwen3NextArguments,
-    entries=(
-        Same("vocab_size", "vocab_size"),
-        Same("dim", "hidden_size"),
-        Same("n_layers", "num_hidden_layers"),
-        LayerTypes(),
-        Same("norm_eps", "rms_norm_eps", float),
-        Same("tie_word_embeddings", "tie_word_embeddings", bool, default=False),
-        Same("n_heads", "num_attention_heads"),
-        Same("n_key_value_heads", "num_key_value_heads"),
-        Same("head_dim", "head_dim"),
-        Same("partial_rotary_factor", _rope("partial_rotary_factor"), float, default=0.25),
-        Same("rope_theta", _rope("rope_theta"), float),
-        ContextLength(),
-        Same("n_linear_key_heads", "linear_num_key_heads"),
-        Same("n_linear_value_heads", "linear_num_value_heads"),
-        Same("linear_key_head_dim", "linear_key_head_dim"),
-        Same("linear_value_head_dim", "linear_value_head_dim"),
-        Same("linear_conv_kernel", "linear_conv_kernel_dim"),
-        Same("hidden_dim", "intermediate_size"),
-        Same("n_experts", "num_experts"),
-        Same("n_experts_per_token", "num_experts_per_tok"),
-        Same("expert_hidden_dim", "moe_intermediate_size"),
-        Same("shared_expert_hidden_dim", "shared_expert_intermediate_size"),
-        Same("norm_topk_prob", "norm_topk_prob", bool),
-        DenseLayers(),
-    ),
-    only={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "attention_dropout": (0,),
-        "is_encoder_decoder": (False,),
-        "per_layer_config": (None, {}),
-        "attn_output_gate": (True,),
-        "use_sliding_window": (False,),
-        "sliding_window": (None,),
-    },
-    # Layers of multi-token prediction (mtp.*) come after the model and do not change it.
-    change_nothing=frozenset({"mtp_num_hidden_layers", "num_nextn_predict_layers", "max_window_layers"}),
-    complete={
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "hidden_act": "silu",
-        "pad_token_id": None,
-    },
+    entries=(*SHARED, *DENSE, *EXPERTS, Same("norm_topk_prob", "norm_topk_prob", bool), DenseLayers()),
+    only=ONLY | {"use_sliding_window": (False,), "sliding_window": (None,)},
+    change_nothing=frozenset({"max_window_layers"}),
+    complete=COMPLETE,
 )
 
 arguments_of = config_json.arguments_of

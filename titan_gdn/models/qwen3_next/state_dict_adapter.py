@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from titan_gdn.layers.gated_delta_net import GatedDeltaNet
-from titan_gdn.models.hybrid.state_dict_adapter import (
-    LAYER,
-    HybridStateDictAdapter,
-    RowPermutation,
-    conv_shape,
-    query_key_value,
-)
+from titan_gdn.models.hybrid.gated_state_dict_adapter import CONVOLUTION, GatedStateDictAdapter
+from titan_gdn.models.hybrid.state_dict_adapter import RowPermutation
 from titan_gdn.models.qwen3_next.hf_config import hf_config_of
 
 
@@ -28,32 +23,12 @@ def _query_key_value_gate(config: GatedDeltaNet.Config) -> list[Tensor]:
     return [torch.cat([qkv, z], 1).flatten()]
 
 
-class Qwen3NextStateDictAdapter(HybridStateDictAdapter):
+class Qwen3NextStateDictAdapter(GatedStateDictAdapter):
     """The names of Qwen3-Next's files, and the order of rows in them."""
 
     hf_config_of = staticmethod(hf_config_of)
-    layer = LAYER | {
-        "attention.wq.weight": "self_attn.q_proj.weight",
-        "attention.wk.weight": "self_attn.k_proj.weight",
-        "attention.wv.weight": "self_attn.v_proj.weight",
-        "attention.wo.weight": "self_attn.o_proj.weight",
-        "attention.q_norm.weight": "self_attn.q_norm.weight",
-        "attention.k_norm.weight": "self_attn.k_norm.weight",
-        "linear_attention.in_proj_ba.weight": "linear_attn.in_proj_ba.weight",
-        "linear_attention.decay.A_log": "linear_attn.A_log",
-        "linear_attention.decay.dt_bias": "linear_attn.dt_bias",
-        "linear_attention.norm.weight": "linear_attn.norm.weight",
-        "linear_attention.out_proj.weight": "linear_attn.out_proj.weight",
-        "moe.router.gate.weight": "mlp.gate.weight",
-        "moe.shared_experts.w1.weight": "mlp.shared_expert.gate_proj.weight",
-        "moe.shared_experts.w2.weight": "mlp.shared_expert.down_proj.weight",
-        "moe.shared_experts.w3.weight": "mlp.shared_expert.up_proj.weight",
-        "moe.shared_experts.gate.weight": "mlp.shared_expert_gate.weight",
-    }
-    experts = {
-        "moe.routed_experts.inner_experts.w1_EFD": "mlp.experts.{}.gate_proj.weight",
-        "moe.routed_experts.inner_experts.w2_EDF": "mlp.experts.{}.down_proj.weight",
-        "moe.routed_experts.inner_experts.w3_EFD": "mlp.experts.{}.up_proj.weight",
+    layer = GatedStateDictAdapter.layer | {
+        "linear_attention.in_proj_ba.weight": "linear_attn.in_proj_ba.weight"
     }
     rows = (
         RowPermutation(
@@ -64,10 +39,5 @@ class Qwen3NextStateDictAdapter(HybridStateDictAdapter):
             hf_names=("linear_attn.in_proj_qkvz.weight",),
             order=_query_key_value_gate,
         ),
-        RowPermutation(
-            parameters={"linear_attention.conv.weight": conv_shape},
-            hf_names=("linear_attn.conv1d.weight",),
-            order=lambda config: [torch.cat(query_key_value(config))],
-            depthwise=True,
-        ),
+        CONVOLUTION,
     )

@@ -1,0 +1,80 @@
+"""Files that hold all experts of a layer in one tensor, seen as files with a tensor for each expert.
+
+Files of Qwen3.5 as published hold `experts.gate_up_proj` `[E, 2F, D]`, in each expert the gate first, and
+`experts.down_proj` `[E, D, F]`. The matrix of an expert is one range of their bytes, so it is an entry of its
+own, and a fused tensor is written as its experts' matrices one after the other.
+(transformers, `models/qwen3_5_moe/modeling_qwen3_5_moe.py`, `Qwen3_5MoeExperts`.)
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+_ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_MATRICES = {"gate_up": ("gate", "up"), "down": ("down",)}
+
+
+class Matrix(NamedTuple):
+    """One expert's matrix in a fused tensor.
+
+    Attributes:
+        name: its name in files with a tensor for each expert.
+        begin: its first byte, counted from that of the fused tensor.
+        end: the byte after its last.
+        shape: its shape.
+    """
+
+    name: str
+    begin: int
+    end: int
+    shape: tuple[int, int]
+
+
+def matrices(name: str, shape: tuple[int, ...], n_bytes: int) -> list[Matrix]:
+    """Returns the matrices in a fused tensor in the order of their bytes; none of any other tensor."""
+    found = _FUSED.fullmatch(name)
+    if found is None or len(shape) != 3 or not shape[0]:
+        return []
+    parts = _MATRICES[found[2]]
+    if shape[1] % len(parts):
+        return []
+    size = n_bytes // (shape[0] * len(parts))
+    names = [f"{found[1]}.{i}.{part}_proj.weight" for i in range(shape[0]) for part in parts]
+    rows = shape[1] // len(parts)
+    return [Matrix(one, i * size, (i + 1) * size, (rows, shape[2])) for i, one in enumerate(names)]
+
+
+def fused_name(name: str) -> str | None:
+    """Returns the name of the fused tensor that holds an expert's matrix; None for any other tensor."""
+    found = _ONE.fullmatch(name)
+    if found is None:
+        return None
+    return f"{found[1]}.{'down' if found[3] == 'down' else 'gate_up'}_proj"
+
+
+def fused_groups(names: list[str], fused: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields what is one tensor of a file: its name, and the names of the matrices that it is made of.
+
+    Args:
+        names: tensors, one for each expert.
+        fused: names of the fused tensors that the file has.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        whole = fused_name(name)
+        groups.setdefault(whole if whole in fused and whole is not None else name, []).append(name)
+    for whole, members in groups.items():
+        yield whole, sorted(members, key=_place)
+
+
+def _place(name: str) -> tuple[int, str]:
+    """The place of a matrix in its fused tensor: experts by number, the gate before up."""
+    found = _ONE.fullmatch(name)
+    return (int(found[2]), found[3]) if found else (0, "")
+
+
+def fused_shape(shape: tuple[int, ...], members: list[str]) -> tuple[int, ...]:
+    """Returns the shape of a fused tensor that is made of matrices of one shape."""
+    n_experts = len({_place(name)[0] for name in members})
+    return (n_experts, len(members) // n_experts * shape[0], shape[1])

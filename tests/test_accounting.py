@@ -210,8 +210,8 @@ def changed(name, to):
         "fused experts": (
             lambda tensors: tensors | {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 64, 64)},
             {},
-            "in one tensor: model.layers.0.mlp.experts.gate_up_proj. Files need a tensor for each expert, as "
-            "save_pretrained of transformers writes them",
+            "holds all experts in model.layers.0.mlp.experts.gate_up_proj, and "
+            "model.layers.0.mlp.experts.0.gate_proj.weight is there, too",
         ),
         "another architecture": (
             lambda tensors: {f"transformer.{key}": x for key, x in tensors.items()},

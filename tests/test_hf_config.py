@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests import hf
 from tests.hf import PUBLISHED
-from tests.test_hf_parity import CASES, FAMILIES, KIMI_LINEAR, QWEN3_NEXT, numbers
+from tests.test_hf_parity import CASES, FAMILIES, SHAPES, numbers
 from titan_gdn import models
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.config import checkpoint_checks
@@ -24,6 +24,7 @@ from titan_gdn.models.kimi_linear.state_dict_adapter import published
 from titan_gdn.reference import main as print_reference
 
 JSON = {family: models.load(family).config_json for family in FAMILIES}
+every_published = pytest.mark.parametrize("family", hf.PUBLISHED)
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_configuration = pytest.mark.parametrize(("family", "name"), CASES)
 
@@ -31,7 +32,7 @@ FLAVOR = {"qwen3_next": "80B-A3B", "kimi_linear": "48B-A3B"}
 
 
 def changes_of(family, name):
-    return (QWEN3_NEXT if family == "qwen3_next" else KIMI_LINEAR)[name]
+    return SHAPES[family][name]
 
 
 def saved(model, folder):
@@ -56,12 +57,14 @@ def logits_of(arguments, family, files, tokens):
 
 @every_family
 def test_each_argument_of_a_model_is_read_from_the_file(family):
-    arguments = JSON[family].arguments()
-    read = {name for entry in JSON[family].entries for name in (*entry.values(arguments), *entry.also)}
+    kinds = [JSON[family].dense, JSON[family].sparse] if family == "qwen3_5" else [JSON[family]]
+    arguments = kinds[0].arguments()
+    entries = [entry for kind in kinds for entry in kind.entries]
+    read = {name for entry in entries for name in (*entry.values(arguments), *entry.also)}
     assert read == {field.name for field in dataclasses.fields(arguments)} - TRAINING_ONLY
 
 
-@every_family
+@every_published
 def test_the_published_file_is_the_flavor(family, tmp_path):
     from transformers import AutoConfig
 
@@ -149,7 +152,8 @@ def test_a_changed_field_is_the_model_of_transformers_or_an_error_that_names_it(
     try:
         theirs = hf.of_file(file)
     except Exception:  # of transformers, which checks the types of fields that do not change the model, too
-        assert name in CHANGE_NOTHING | JSON[family].change_nothing
+        kind = JSON[family].sparse if family == "qwen3_5" else JSON[family]
+        assert name in CHANGE_NOTHING | kind.change_nothing
         theirs = hf.of_file(base[1])
     _, files = saved(theirs, tmp_path)
     tokens = torch.randint(0, min(264, arguments.vocab_size), (2, 100))
@@ -330,7 +334,7 @@ def test_from_hf_is_the_model_of_the_directory_that_gives_the_weights(family, ru
     assert numbers(config.model_spec.model.arguments) == numbers(JSON[family].arguments_of(file))
 
 
-@every_family
+@every_published
 def test_a_flavor_that_differs_from_the_file_is_an_error_with_both_values(family, run, log):
     flavor = FLAVOR[family]
     assert run(family, flavor, PUBLISHED[family])

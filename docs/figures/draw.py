@@ -226,7 +226,7 @@ FLOORS = (
     ("runs", ("config/",), "a TOML file to TorchTitan's Trainer.Config, and the checks of a run"),
     (
         "families",
-        ("models/qwen3_next/", "models/kimi_linear/"),
+        ("models/qwen3_next/", "models/qwen3_5/", "models/kimi_linear/"),
         "one folder per model family; no family imports another",
     ),
     (

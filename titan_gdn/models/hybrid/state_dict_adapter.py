@@ -109,14 +109,14 @@ class HybridStateDictAdapter(StateDictAdapter):
         super().__init__(model_config, None)
         self.model_config: Any = model_config
         self.hf_assets_path = hf_assets_path
-        if model_config.mtp is not None:  # trained, and not kept
-            self.kept = tuple(beginning for beginning in self.kept if beginning != _MTP)
         self._outside_layers = {
             "tok_embeddings.weight": f"{self.prefix}embed_tokens.weight",
             "norm.weight": f"{self.prefix}norm.weight",
             "lm_head.weight": "lm_head.weight",
-            **_MTP_OUTSIDE_LAYER,
         }
+        if model_config.mtp is not None:  # trained, and not kept
+            self.kept = tuple(beginning for beginning in self.kept if beginning != _MTP)
+            self._outside_layers |= _MTP_OUTSIDE_LAYER
         self._sharded: dict[str, DTensor] = {}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def save(main, layer, folder):
 def ours(family, overrides, folder):
     """Our model and its adapter with the weights in `folder`."""
     arguments, adapt = FAMILIES[family]
-    config = arguments(**overrides, mtp=True).config()
+    config = arguments(**{"mtp": True} | overrides).config()
     model, adapter = config.build(), adapt(config, None)
     model.init_states()
     tensors = {name: mapped(entry) for name, entry in ModelDirectory.read(str(folder)).tensors.items()}

@@ -136,6 +136,9 @@ def _rank(argv, prepare, rank, world_size, port, path):
     from titan_gdn.endings import errors
 
     torchtitan.trainer.time.sleep = _no_pause(torchtitan.trainer.time.sleep)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # As on a terminal: a suite in the background of a shell inherits that SIGINT is ignored.
+        signal.signal(number, signal.SIG_DFL)
     if prepare is not None:
         prepare()
     errors.run(lambda: train.main(argv))

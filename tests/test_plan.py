@@ -372,6 +372,7 @@ def allocated(run, block, batch, length, width):
 NO_SP = "--parallelism.tensor_parallel_degree 2 --parallelism.no-enable_sequence_parallel"
 STEPS = {
     "full": (1, "qwen3_next", "--activation_checkpoint.mode full --model.overrides.n_layers 8"),
+    "multi-token prediction": (1, "qwen3_5", "--model.overrides.mtp"),
     "tp 2": (2, "qwen3_next", "--parallelism.tensor_parallel_degree 2"),
     "tp 2 without sequence parallelism": (2, "kimi_linear", NO_SP),
     "cp 2, all_gather": (

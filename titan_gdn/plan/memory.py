@@ -109,7 +109,7 @@ def estimate(
     model.share_rotary_table()
     buffers = list(model.named_buffers(remove_duplicate=False))
     sizes, blocks = stored(model, dims), _blocks(model, config, batch)
-    pipeline = stages_of(len(model.layers), config)
+    pipeline = stages_of(len(model.layers), config, mtp=model.mtp is not None)
     on_device = 0 if config.training.enable_cpu_offload else 1
 
     def of_rank(rank: int) -> Memory:
@@ -227,7 +227,7 @@ def _gathered(model: HybridModel, config: "Trainer.Config", stages: list[Stage])
         parameters = [x for name in names if name in modules for x in modules[name].parameters()]
         return sum({id(x): x.numel() for x in parameters if id(x) not in own}.values())
 
-    blocks = [elements(name) for name in modules if name.startswith("layers.")]
+    blocks = [elements(name) for name in modules if name.startswith("layers.") or name == "mtp"]
     embedding, head = elements("tok_embeddings"), elements("norm", "lm_head")
     largest = max(blocks, default=0)  # a stage may consist of the head only
     always, running = sum(x.nbytes for x in decays), 2 * largest
@@ -277,10 +277,14 @@ def _loss(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -> 
     in float32 the log-probabilities and what becomes their gradient, one more if the vocabulary is sharded.
     """
     vocabulary, width = model.lm_head.weight.shape
-    states = batch.tokens_of_cp_rank * width
-    logits = batch.tokens_of_cp_rank // getattr(config.loss, "num_chunks", 1) * vocabulary
+    tokens = batch.tokens_of_cp_rank * (1 if model.mtp is None else 2)
+    states = tokens * width
+    logits = tokens // getattr(config.loss, "num_chunks", 1) * vocabulary
     copies = 4 if batch.tp > 1 else 3
     return states * (2 * batch.itemsize + 4) + logits * (batch.itemsize + 4 * copies)
+
+
+_MTP_LAYER = "mtp.layers.0"
 
 
 def _blocks(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -> dict[str, BlockMemory]:
@@ -289,9 +293,12 @@ def _blocks(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -
     A memory budget is interpolated between full checkpointing (0) and no checkpointing (1).
     """
     kinds: dict[tuple, list[str]] = {}
-    for number, block in model.layers.items():
+    named = {f"layers.{number}": block for number, block in model.layers.items()}
+    if model.mtp is not None:
+        named[_MTP_LAYER] = model.mtp.layers["0"]
+    for name, block in named.items():
         shapes = tuple((name, x.shape) for name, x in block.named_parameters())
-        kinds.setdefault(shapes, []).append(f"layers.{number}")
+        kinds.setdefault(shapes, []).append(name)
     policy, dtype = config.activation_checkpoint, TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     width = model.norm.weight.shape[0]
     tracked = {}
@@ -307,6 +314,11 @@ def _blocks(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -
             given = batch.tokens_between_layers * width * batch.itemsize
             block = replace(block, kept=given + int(policy.memory_budget * (block.kept - given)))
         tracked |= dict.fromkeys(names, block)
+    if model.mtp is not None:
+        # Its layer, and what the three norms and `fc` keep: their inputs, those of norms in float32.
+        beside = batch.tokens_between_layers * width * (3 * 4 + 2 * batch.itemsize)
+        block = tracked.pop(_MTP_LAYER)
+        tracked["mtp"] = replace(block, kept=block.kept + beside, peak=block.peak + beside)
     return tracked
 
 

@@ -52,7 +52,7 @@ def check(
     quantize.check(model, converters, config)
     _check_compile(model, config)
     _check_checkpointing(config)
-    _check_optimizer(model, config)
+    _check_optimizer(model, mtp, config)
 
 
 def check_device(model: Decoder.Config, converters: list[QuantizationConverter.Config]) -> None:
@@ -238,7 +238,7 @@ def _check_checkpointing(config: "Trainer.Config") -> None:
         )
 
 
-def _check_optimizer(model: Decoder.Config, config: "Trainer.Config") -> None:
+def _check_optimizer(model: Decoder.Config, mtp: bool, config: "Trainer.Config") -> None:
     """Checks that on every pipeline stage each group matches a parameter that no earlier group matches.
 
     TorchTitan matches the names that modules have when they are wrapped for activation checkpointing.
@@ -248,10 +248,10 @@ def _check_optimizer(model: Decoder.Config, config: "Trainer.Config") -> None:
         return
     with torch.device("meta"):
         names = [name for name, _ in model.build().named_parameters()]
-    for stage in (stage for stages in stages_of(len(model.layers), config) for stage in stages):
+    for stage in (stage for stages in stages_of(len(model.layers), config, mtp) for stage in stages):
         left = {name for name in names if stage.holds(name)}
         if recomputes(config):
-            left = {re.sub(r"^(layers\.\d+\.)", rf"\1{_CHECKPOINT_PREFIX}", name) for name in left}
+            left = {re.sub(r"^((?:mtp\.)?layers\.\d+\.)", rf"\1{_CHECKPOINT_PREFIX}", name) for name in left}
         example = max(left)
         for pattern in patterns:
             found = {name for name in left if re.search(pattern, name)}

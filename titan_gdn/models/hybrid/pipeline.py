@@ -48,16 +48,18 @@ class Stage:
         return any(name.startswith(f"{module}.") for module in self.modules)
 
 
-def stages_of(n_layers: int, config: "Trainer.Config") -> list[list[Stage]]:
+def stages_of(n_layers: int, config: "Trainer.Config", mtp: bool = False) -> list[list[Stage]]:
     """Returns the stages of each pipeline rank. Without a pipeline, there is one stage, the whole model.
 
     Args:
         n_layers: number of layers of the model.
         config: a run that `check_pipeline` accepts.
+        mtp: whether the model has a layer of multi-token prediction, which no pipeline splits off.
     """
     parallelism, pp = config.parallelism, config.parallelism.pipeline_parallel_degree
     if pp == 1:
-        parts, microbatches = _generate_llm_fqn_per_model_part(1, n_layers), 1
+        [modules], microbatches = _generate_llm_fqn_per_model_part(1, n_layers), 1
+        parts = [[*modules, "mtp"] if mtp else modules]
     else:
         parts = parallelism.module_fqns_per_model_part or _generate_llm_fqn_per_model_part(
             _count_stages(n_layers, parallelism), n_layers, *_less_layers(parallelism)

@@ -259,6 +259,36 @@ def test_both_losses_and_all_gradients_are_those_of_one_rank(family_run, of_one_
     assert_same_numbers(family_run(name, world_size, *argv), of_one_rank(name))
 
 
+def test_flops_are_those_of_the_layer_and_of_the_head_once_more():
+    arguments = FAMILIES["qwen3_5"][0](**hf.model("qwen3_5", num_experts=0)[1])
+    flops = {}
+    for mtp in (False, True):
+        config = arguments.overridden(mtp=mtp).config()
+        model = config.build()
+        flops[mtp] = config.get_nparams_and_flops(model, 1024)[1]
+    weights = sum(x.numel() for x in model.mtp.parameters()) - 64  # TorchTitan takes embedding_norm for one
+    weights += model.lm_head.weight.numel()
+    assert flops[True] - flops[False] == 6 * weights + 6 * 4 * (32 + 32) * 1024
+
+
+@pytest.mark.slow
+def test_a_compiled_run_with_selective_checkpointing_has_the_same_losses(family_run, of_one_rank):
+    argv = ["--activation_checkpoint.mode", "selective", "--compile.enable", "--compile.backend", "aot_eager"]
+    expected = of_one_rank("qwen3_5 dense")
+    for record in family_run("qwen3_5 dense", 2, *argv, *HALF):
+        for losses in ("loss", "mtp", "grad_norm"):
+            assert record[losses] == pytest.approx(expected[losses], rel=1e-5)
+
+
+def test_a_step_of_a_model_without_the_layer_is_refused_by_name(tmp_path):
+    argv = ["--job.config_file", os.path.join("train_configs", "qwen3_5_debug.toml"), "--checkpoint.enable"]
+    argv += ["--job.dump_folder", str(tmp_path), "--training.seq_len", "64", "--training.steps", "1"]
+    ranks.run(train, 1, argv)
+    argv += ["--training.steps", "2", "--model.overrides.mtp"]
+    with pytest.raises(ConfigError, match="step-1.* missing in the step: mtp.embedding_norm"):
+        load_config(argv, 1)
+
+
 def test_a_text_of_period_3_is_predicted_two_tokens_ahead(tmp_path):
     text = tmp_path / "text"
     text.mkdir()

@@ -111,6 +111,8 @@ class HybridModel(Decoder):
             attention: Any = self.first_attention
             heads, widths = (attention.n_heads, attention.pair_width) if attention else (0, 0)
             nparams, flops = get_moe_model_nparams_and_flops(self, model, heads, widths, seq_len)
+            if self.mtp is not None:  # its attention, and the head once more; its weights are in the model's
+                flops += 6 * (self.vocab_size * self.dim + heads * widths * seq_len)
             for layer in linear_layers(self.layers):
                 flops += 3 * 3 * 2 * layer.n_value_heads * layer.key_head_dim * layer.value_head_dim
             return nparams, flops

@@ -249,10 +249,11 @@ def test_lengths_that_do_not_divide_are_refused_with_what_divides_them():
 
 def test_flex_attention_wants_whole_blocks(monkeypatch):
     from titan_gdn.layers.gated_attention import DocumentFlexAttention
-    from titan_gdn.models.qwen3_next import model
+    from titan_gdn.models.hybrid import gated
+    from titan_gdn.models.qwen3_next.model import Qwen3NextArguments
 
-    monkeypatch.setattr(model, "device_type", "cuda")
-    config = model.Qwen3NextArguments().config()
+    monkeypatch.setattr(gated, "device_type", "cuda")
+    config = Qwen3NextArguments().config()
     assert isinstance(config.first_attention.inner_attention, DocumentFlexAttention.Config)
     assert "128 * parallelism.context_parallel_degree = 256" in refused(
         CP, "2", "--training.seq_len", "640", world_size=2

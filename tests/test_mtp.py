@@ -289,6 +289,7 @@ def test_a_step_of_a_model_without_the_layer_is_refused_by_name(tmp_path):
         load_config(argv, 1)
 
 
+@pytest.mark.slow
 def test_a_text_of_period_3_is_predicted_two_tokens_ahead(tmp_path):
     text = tmp_path / "text"
     text.mkdir()

@@ -199,7 +199,8 @@ def _check_length(model: Decoder.Config, parallelism: ParallelismConfig, seq_len
     if seq_len > model.max_seq_len:
         raise ValueError(
             f"training.seq_len = {seq_len} exceeds the {model.max_seq_len} tokens of the rotary embedding: "
-            "shorten it, or extend the model (qwen3_next, qwen3_5: model.overrides.context_length or yarn_factor)"
+            "shorten it, or extend the model (Qwen3-Next and Qwen3.5: model.overrides.context_length or "
+            "yarn_factor)"
         )
 
 

@@ -16,7 +16,7 @@ from tests.training import assert_same_numbers, dry_run, train
 from titan_gdn.assets import BYTE_TOKENIZER
 from titan_gdn.checkpoint.fused_experts import fused_name
 from titan_gdn.config.load import load_config
-from titan_gdn.models.qwen3_5 import config_json, flavors
+from titan_gdn.models.qwen3_5 import Qwen3_5Arguments, config_json, flavors
 
 CONFIGS = os.path.join(os.path.dirname(__file__), "..", "train_configs")
 TP, CP, EP = (f"--parallelism.{name}_parallel_degree" for name in ("tensor", "context", "expert"))
@@ -128,6 +128,16 @@ def test_the_first_expert_of_a_fused_tensor_has_its_gate_first(tmp_path):
     model, _ = ours("qwen3_5", overrides | {"mtp": False}, tmp_path)
     tokens = torch.randint(0, 264, (2, 50))
     torch.testing.assert_close(model(tokens), theirs(tokens, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_rotary_table_is_that_of_three_equal_positions_bit_for_bit():
+    """transformers interleaves the frequencies of time, height and width, which are equal for text."""
+    theirs, overrides = hf.model("qwen3_5", partial_rotary_factor=0.5)
+    config = Qwen3_5Arguments(**overrides).config()
+    table = next(layer.attention.rope for layer in config.layers if layer.attention).build().cache
+    positions = torch.arange(256)[None]
+    cos, sin = theirs.model.rotary_emb(torch.zeros(1), positions.expand(3, 1, -1))
+    assert torch.equal(table, torch.cat([cos, sin], -1)[0])
 
 
 def test_config_json_of_the_whole_model_and_of_its_text_give_one_model(tmp_path):

@@ -194,6 +194,11 @@ FAST = [
     ("qwen3_5 sparse", "gradient accumulation"),
     ("qwen3_next", "cp 2, all_to_all, contiguous"),
 ]
+# Each mesh with one model after the other; all of them nightly.
+SLOW = [
+    (name, mesh) for i, mesh in enumerate(MESHES) for name in [list(MODELS)[i % 3]] if (name, mesh) in CASES
+]
+SLOW += [("qwen3_5 sparse", mesh) for mesh in MESHES if "ep" in mesh]
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +258,7 @@ def of_one_rank(family_run):
     return of
 
 
-@pytest.mark.parametrize(("name", "mesh"), in_sets(CASES, fast=FAST))
+@pytest.mark.parametrize(("name", "mesh"), in_sets(CASES, fast=FAST, slow=SLOW))
 def test_both_losses_and_all_gradients_are_those_of_one_rank(family_run, of_one_rank, name, mesh):
     world_size, *argv = MESHES[mesh]
     assert_same_numbers(family_run(name, world_size, *argv), of_one_rank(name))

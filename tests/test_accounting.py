@@ -18,9 +18,11 @@ from titan_gdn.checkpoint.model_directory import INDEX, ModelDirectory
 from titan_gdn.config.checkpoint_checks import check_checkpoint
 from titan_gdn.config.load import ConfigError, load_config
 from titan_gdn.models.kimi_linear import KimiLinearArguments, KimiLinearStateDictAdapter
+from titan_gdn.models.qwen3_5 import Qwen3_5Arguments, Qwen3_5StateDictAdapter
 from titan_gdn.models.qwen3_next import Qwen3NextArguments, Qwen3NextStateDictAdapter
 
 FAMILIES = {
+    "qwen3_5": (Qwen3_5Arguments, Qwen3_5StateDictAdapter),
     "qwen3_next": (Qwen3NextArguments, Qwen3NextStateDictAdapter),
     "kimi_linear": (KimiLinearArguments, KimiLinearStateDictAdapter),
 }

@@ -300,7 +300,8 @@ class HybridStateDictAdapter(StateDictAdapter):
             )
         accounted, shapes = self.account(ModelDirectory.read(path))
         if accounted.kept:
-            patterns = ", ".join(f"{beginning}*" for beginning in self.kept)
+            found = [one for one in self.kept if any(name.startswith(one) for name in accounted.kept)]
+            patterns = ", ".join(f"{beginning}*" for beginning in found)
             logger.info(
                 "Tensors of the files that are kept and not trained, because the model has no such layer: "
                 f"{len(accounted.kept)} ({patterns}; {accounted.kept_bytes:,} bytes)"

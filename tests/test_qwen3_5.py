@@ -140,6 +140,25 @@ def test_the_rotary_table_is_that_of_three_equal_positions_bit_for_bit():
     assert torch.equal(table, torch.cat([cos, sin], -1)[0])
 
 
+def test_three_positions_rotate_as_in_transformers():
+    from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
+
+    theirs, overrides = hf.model("qwen3_5", partial_rotary_factor=0.5)
+    config = Qwen3_5Arguments(**overrides).config()
+    rope = next(layer.attention.rope for layer in config.layers if layer.attention)
+    theirs.model.rotary_emb.mrope_section = list(rope.mrope_section)
+    positions, query, key = (
+        torch.randint(0, 256, (2, 9, 3)),
+        torch.randn(2, 9, 4, 32),
+        torch.randn(2, 9, 2, 32),
+    )
+    cos, sin = theirs.model.rotary_emb(query, positions.permute(2, 0, 1))
+    expected = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+    for own, other in zip(rope.build()(query, key, positions), expected, strict=True):
+        torch.testing.assert_close(own, other.transpose(1, 2))
+    assert Qwen3_5Arguments().mrope_section == (11, 11, 10)
+
+
 def test_config_json_of_the_whole_model_and_of_its_text_give_one_model(tmp_path):
     whole_model(tmp_path, 4)
     file = json.loads((tmp_path / "config.json").read_text())

@@ -80,6 +80,11 @@ class GatedArguments(MultiTokenArguments):
         """Whether the scores of the selected experts are normalized to sum to 1."""
         return True
 
+    @property
+    def mrope_section(self) -> tuple[int, int, int] | None:
+        """`PartialRotary.Config.mrope_section`."""
+        return None
+
     def sparse(self, i: int) -> bool:
         """Whether layer `i` (from 0) has experts."""
         return self.n_experts > 0
@@ -108,6 +113,7 @@ class GatedArguments(MultiTokenArguments):
                 dim=int(self.head_dim * self.partial_rotary_factor),
                 max_seq_len=int(self.context_length * self.yarn_factor),
                 theta=self.rope_theta,
+                mrope_section=self.mrope_section,
                 scaling="yarn" if self.yarn_factor > 1 else "none",
                 rope_factor=self.yarn_factor,
                 original_seq_len=self.context_length,

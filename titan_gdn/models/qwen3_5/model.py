@@ -2,7 +2,7 @@
 
 The published models also take images. Their rotary embedding has three positions per token (time, height and
 width), whose frequencies are interleaved (mrope). For text the three are equal, and then it is bit for bit
-the partial rotary embedding of one position that is computed here.
+the partial rotary embedding of one position, which the trainer gives. `PartialRotary` takes three, too.
 
 References: `transformers`, `models/qwen3_5/modeling_qwen3_5.py` and
 `models/qwen3_5_moe/modeling_qwen3_5_moe.py`.
@@ -29,3 +29,9 @@ class Qwen3_5Arguments(GatedArguments):
     n_experts_per_token: int = 8
     expert_hidden_dim: int = 512
     shared_expert_hidden_dim: int = 512
+
+    @property
+    def mrope_section(self) -> tuple[int, int, int]:
+        """The frequencies in three equal parts, 11, 11 and 10 in the published models."""
+        frequencies = int(self.head_dim * self.partial_rotary_factor) // 2
+        return (frequencies + 2) // 3, (frequencies + 1) // 3, frequencies // 3

@@ -100,7 +100,7 @@ def keys_of(family, flavor):
     return keys
 
 
-@pytest.mark.parametrize("n", [150, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [450, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "ranks"), [("qwen3_next", 1), ("qwen3_next", 2), ("kimi_linear", 1)])
 def test_an_extreme_value_of_any_key_is_refused_by_name_or_makes_a_configuration(family, ranks, n, tmp_path):
     """On two ranks, in a pipeline."""
@@ -132,4 +132,4 @@ def test_an_extreme_value_of_any_key_is_refused_by_name_or_makes_a_configuration
         accepted += 1
         assert value not in NOWHERE_VALID, what
         assert value != "inf" or key == "max_norm", what
-    assert accepted > len(drawn) / 50
+    assert accepted > len(drawn) / 30

@@ -71,6 +71,18 @@ _SMALL = {
 }
 
 
+_GATED = _SMALL | {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 48,
+}
+
+
 def _qwen3_next(**changes):
     from transformers import Qwen3NextConfig
 
@@ -78,19 +90,8 @@ def _qwen3_next(**changes):
     yarn = changes.pop("yarn_factor", 1.0)
     if yarn > 1:
         rope |= {"rope_type": "yarn", "factor": yarn, "original_max_position_embeddings": 256}
-    small = _SMALL | {
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 48,
-        "max_position_embeddings": int(256 * yarn),
-        "rope_parameters": rope,
-    }
-    config = Qwen3NextConfig(**small | changes)
+    positions = {"max_position_embeddings": int(256 * yarn), "rope_parameters": rope}
+    config = Qwen3NextConfig(**_GATED | positions | changes)
     return config, overrides(config, yarn)
 
 
@@ -100,25 +101,13 @@ def _qwen3_5(**changes):
     factor = changes.pop("partial_rotary_factor", 0.25)
     sections = [int(16 * factor) - 2, 1, 1]  # pairs of channels of time, height and width
     rope = {"rope_theta": 1e7, "rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
-    small = _SMALL | {
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "max_position_embeddings": 256,
-        "rope_parameters": rope | {"partial_rotary_factor": factor},
-    }
-    sparse = changes.pop("num_experts", 4)
-    if sparse:
-        small |= {"num_experts": sparse, "shared_expert_intermediate_size": 48}
-        del small["intermediate_size"]
-        config = Qwen3_5MoeTextConfig(**small | changes)
+    rope["partial_rotary_factor"] = factor
+    given = _GATED | {"max_position_embeddings": 256, "rope_parameters": rope} | changes
+    if given["num_experts"]:
+        kind, without = Qwen3_5MoeTextConfig, ["intermediate_size"]
     else:
-        for name in ("moe_intermediate_size", "num_experts_per_tok"):
-            del small[name]
-        config = Qwen3_5TextConfig(**small | changes)
+        kind, without = Qwen3_5TextConfig, [name for name in _GATED if "expert" in name or "moe" in name]
+    config = kind(**{name: value for name, value in given.items() if name not in without})
     return config, gated_overrides(config)
 
 
@@ -190,38 +179,34 @@ def overrides(config, yarn_factor=1.0):
 
 def gated_overrides(config, yarn_factor=1.0):
     """Return the `[model.overrides]` that Qwen3-Next and Qwen3.5 share."""
-    experts = {"n_experts": getattr(config, "num_experts", 0)}
+    overrides = {
+        "vocab_size": config.vocab_size,
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "layer_types": config.layer_types,
+        "norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "n_heads": config.num_attention_heads,
+        "n_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "partial_rotary_factor": config.rope_parameters["partial_rotary_factor"],
+        "rope_theta": float(config.rope_parameters["rope_theta"]),
+        "context_length": int(config.max_position_embeddings / yarn_factor),
+        "yarn_factor": float(yarn_factor),
+        "n_linear_key_heads": config.linear_num_key_heads,
+        "n_linear_value_heads": config.linear_num_value_heads,
+        "linear_key_head_dim": config.linear_key_head_dim,
+        "linear_value_head_dim": config.linear_value_head_dim,
+        "linear_conv_kernel": config.linear_conv_kernel_dim,
+        "n_experts": getattr(config, "num_experts", 0),
+    }
+    if hasattr(config, "intermediate_size"):
+        overrides["hidden_dim"] = config.intermediate_size
     if hasattr(config, "num_experts"):
-        experts |= {
-            "n_experts_per_token": config.num_experts_per_tok,
-            "expert_hidden_dim": config.moe_intermediate_size,
-            "shared_expert_hidden_dim": config.shared_expert_intermediate_size,
-        }
-    dense = {"hidden_dim": config.intermediate_size} if hasattr(config, "intermediate_size") else {}
-    return (
-        experts
-        | dense
-        | {
-            "vocab_size": config.vocab_size,
-            "dim": config.hidden_size,
-            "n_layers": config.num_hidden_layers,
-            "layer_types": config.layer_types,
-            "norm_eps": config.rms_norm_eps,
-            "tie_word_embeddings": config.tie_word_embeddings,
-            "n_heads": config.num_attention_heads,
-            "n_key_value_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-            "partial_rotary_factor": config.rope_parameters["partial_rotary_factor"],
-            "rope_theta": float(config.rope_parameters["rope_theta"]),
-            "context_length": int(config.max_position_embeddings / yarn_factor),
-            "yarn_factor": float(yarn_factor),
-            "n_linear_key_heads": config.linear_num_key_heads,
-            "n_linear_value_heads": config.linear_num_value_heads,
-            "linear_key_head_dim": config.linear_key_head_dim,
-            "linear_value_head_dim": config.linear_value_head_dim,
-            "linear_conv_kernel": config.linear_conv_kernel_dim,
-        }
-    )
+        overrides["n_experts_per_token"] = config.num_experts_per_tok
+        overrides["expert_hidden_dim"] = config.moe_intermediate_size
+        overrides["shared_expert_hidden_dim"] = config.shared_expert_intermediate_size
+    return overrides
 
 
 def weights_of(folder):

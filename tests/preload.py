@@ -18,4 +18,5 @@ import torch.distributed.checkpoint  # noqa: E402, F401
 
 import titan_gdn.config.load  # noqa: E402, F401
 import titan_gdn.models.kimi_linear.config_registry  # noqa: E402, F401
+import titan_gdn.models.qwen3_5.config_registry  # noqa: E402, F401
 import titan_gdn.models.qwen3_next.config_registry  # noqa: E402, F401

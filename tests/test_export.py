@@ -33,10 +33,7 @@ def published(folder, family="qwen3_next", dtype=torch.bfloat16, files=3, **chan
     heads, experts or halves of a tensor could change places unseen.
     """
     theirs, overrides = hf.model(family, **changes)
-    with torch.no_grad():
-        for x in theirs.parameters():
-            if x.ndim > 1:
-                x.mul_(torch.linspace(0.5, 1.5, x.numel() // x.shape[-1]).view(*x.shape[:-1], 1))
+    scale_rows(theirs)
     theirs.to(dtype)
     theirs.save_pretrained(folder, max_shard_size="1GB")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -48,6 +45,14 @@ def published(folder, family="qwen3_next", dtype=torch.bfloat16, files=3, **chan
     os.remove(folder / "model.safetensors")
     write(folder, tensors, files)
     return theirs, overrides
+
+
+def scale_rows(model):
+    """Give each row of each parameter another scale."""
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.ndim > 1:
+                x.mul_(torch.linspace(0.5, 1.5, x.numel() // x.shape[-1]).view(*x.shape[:-1], 1))
 
 
 def write(folder, tensors, files):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import hf, ranks
-from tests.test_export import assert_same, read, unchanged, write
+from tests.test_export import assert_same, read, scale_rows, unchanged, write
 from tests.test_hf_parity import numbers
 from tests.training import assert_same_numbers, dry_run, train
 from titan_gdn.assets import BYTE_TOKENIZER
@@ -48,8 +48,7 @@ def whole_model(folder, num_experts, files=3):
     with torch.no_grad():
         for x in model.parameters():
             x.add_(torch.randn_like(x), alpha=0.05)
-            if x.ndim > 1:
-                x.mul_(torch.linspace(0.5, 1.5, x.numel() // x.shape[-1]).view(*x.shape[:-1], 1))
+    scale_rows(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     os.remove(folder / "model.safetensors")

@@ -34,18 +34,13 @@ def _cell(flavor: str, world_size: int) -> str:
     found = []
     for tp, cp in MESHES[world_size]:
         experts = flavors[flavor].arguments.n_experts
+        degrees = {"tensor": tp, "context": cp, "expert": min(experts, world_size) if experts else 1}
         argv = ["--job.config_file", FILE, "--model.flavor", flavor]
-        argv += [
-            "--parallelism.tensor_parallel_degree",
-            str(tp),
-            "--parallelism.context_parallel_degree",
-            str(cp),
-        ]
-        argv += ["--parallelism.expert_parallel_degree", str(min(experts, world_size) if experts else 1)]
+        for name, degree in degrees.items():
+            argv += [f"--parallelism.{name}_parallel_degree", str(degree)]
         try:
             plan = make_plan(load_config(argv, world_size, here=False), world_size)
-        except ConfigError as error:
-            logging.info("%s", error)
+        except ConfigError:  # the mesh does not divide the model
             continue
         memory = plan.memory.total / 2**30
         [exchanges] = plan.exchanges

@@ -1,6 +1,6 @@
+from functools import partial
+
 from tests.own_model import flavors, model_registry
-from titan_gdn.models.hybrid.config_registry import run_of
+from titan_gdn.models.hybrid import trainer_config_of
 
-
-def trainer_config(flavor, **model):
-    return run_of(model_registry(flavor, **model), flavors[flavor].run)
+trainer_config = partial(trainer_config_of, flavors, model_registry)

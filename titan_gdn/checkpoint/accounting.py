@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_gdn.checkpoint.fused_experts import fused_name
+from titan_gdn.checkpoint.fused_experts import fused_name, holds_all_experts
 from titan_gdn.checkpoint.model_directory import ModelDirectory, ModelDirectoryError, TensorEntry
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -99,12 +99,14 @@ def _refuse_formats(given: dict[str, tuple[str, TensorEntry]]) -> None:
 
 
 def _refuse_fused(directory: ModelDirectory, expected: Expected) -> None:
-    """Refuse tensors of all experts if the family's files have none, or none of that shape."""
-    trained = [name for name in directory.fused if not name.startswith(expected.kept)]
-    trained += [name for name in directory.tensors if re.search(r"\.experts\.(gate_up|down)_proj$", name)]
-    if trained and not any(fused_name(name) for name in expected.shapes):
+    """Refuse tensors that hold all experts if the family's files have none."""
+    if any(fused_name(name) for name in expected.shapes):
+        return
+    # A tensor of another shape than experts have is not split, and so is still among the tensors.
+    fused = sorted(name for name in (*directory.fused, *directory.tensors) if holds_all_experts(name))
+    if trained := [name for name in fused if not name.startswith(expected.kept)]:
         raise ModelDirectoryError(
-            f'"{directory.path}" holds all experts of a layer in one tensor: {some(sorted(trained))}. '
+            f'"{directory.path}" holds all experts of a layer in one tensor: {some(trained)}. '
             "Files need a tensor for each expert, as save_pretrained of transformers writes them: load the "
             "directory with from_pretrained and save it with save_pretrained."
         )

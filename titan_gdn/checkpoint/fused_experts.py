@@ -7,6 +7,7 @@ own, and a fused tensor is written as its experts' matrices one after the other.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -45,6 +46,11 @@ def matrices(name: str, shape: tuple[int, ...], n_bytes: int) -> list[Matrix]:
     return [Matrix(one, i * size, (i + 1) * size, (rows, shape[2])) for i, one in enumerate(names)]
 
 
+def holds_all_experts(name: str) -> bool:
+    """Whether a tensor of this name holds the matrices of all experts."""
+    return _FUSED.fullmatch(name) is not None
+
+
 def fused_name(name: str) -> str | None:
     """Returns the name of the fused tensor that holds an expert's matrix; None for any other tensor."""
     found = _ONE.fullmatch(name)
@@ -60,10 +66,10 @@ def fused_groups(names: list[str], fused: Collection[str]) -> Iterator[tuple[str
         names: tensors, one for each expert.
         fused: names of the fused tensors that the file has.
     """
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         whole = fused_name(name)
-        groups.setdefault(whole if whole in fused and whole is not None else name, []).append(name)
+        groups[name if whole is None or whole not in fused else whole].append(name)
     for whole, members in groups.items():
         yield whole, sorted(members, key=_place)
 

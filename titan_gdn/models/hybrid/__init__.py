@@ -1,6 +1,6 @@
 """What models of linear and full attention share, in files that are named as in TorchTitan's models."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.trainer import Trainer
 
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
 from titan_gdn.models.hybrid.block import linear_layers
 from titan_gdn.models.hybrid.builders import HybridArguments
-from titan_gdn.models.hybrid.config_registry import RunDefaults
+from titan_gdn.models.hybrid.config_registry import RunDefaults, run_of
 from titan_gdn.models.hybrid.mtp import mtp_of
 from titan_gdn.models.hybrid.parallelize import parallelize_hybrid
 
@@ -78,6 +79,24 @@ def model_spec(
         post_optimizer_build_fn=_balance_experts,
         state_dict_adapter=adapter,
     )
+
+
+def trainer_config_of(
+    flavors: Mapping[str, Flavor], model_registry: Callable[..., ModelSpec], flavor: str, **model: Any
+) -> Trainer.Config:
+    """Returns the training configuration of a flavor.
+
+    Args:
+        flavors: the flavors of the family, by name.
+        model_registry: the family's `model_spec`, with its first arguments given.
+        flavor: a name in `flavors`, or any name if `model` has `arguments`.
+        **model: the further keyword arguments of `model_spec`.
+
+    Raises:
+        ValueError: there is no such flavor, or the arguments contradict each other.
+    """
+    run = flavors[flavor].run if flavor in flavors else RunDefaults()
+    return run_of(model_registry(flavor, **model), run)
 
 
 def _balance_experts(

@@ -6,6 +6,7 @@ and `models/qwen3_5_moe/modeling_qwen3_5_moe.py`.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torchtitan.models.common import FeedForward, SigmoidGatedFeedForward
@@ -20,6 +21,31 @@ from titan_gdn.layers.norms import OffsetRMSNorm
 from titan_gdn.layers.rotary import PartialRotary
 from titan_gdn.models.hybrid.builders import MultiTokenArguments, decoder, feed_forward, moe
 from titan_gdn.models.hybrid.model import HybridModel
+
+DEBUG: dict[str, Any] = {
+    "vocab_size": 264,  # the 257 tokens of the byte tokenizer, rounded up to a multiple of 8 TP ranks
+    "dim": 128,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_key_value_heads": 2,
+    "head_dim": 32,
+    "context_length": 8192,
+    "n_linear_key_heads": 4,
+    "n_linear_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "hidden_dim": 384,
+    "n_experts": 0,
+}
+"""The arguments of the dense model that trains in minutes on a CPU."""
+
+DEBUG_MOE: dict[str, Any] = DEBUG | {
+    "n_experts": 8,
+    "n_experts_per_token": 2,
+    "expert_hidden_dim": 96,
+    "shared_expert_hidden_dim": 96,
+}
+"""The same with experts in every layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,12 @@ from titan_gdn.models.hybrid.hf_config import Entry, Fields, Same, checked_layer
 
 _SCALINGS = ("rope_scaling", "rope_parameters")
 """The two names of the table with the scaling of the rotary embedding. transformers 5 writes the second."""
-
-
 _OF_SCALING = frozenset(
     "rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale "
     "mscale_all_dim truncate".split()
 )
 """The fields of the table that say how the rotary embedding is scaled."""
+_MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
 def _rope(name: str) -> str:
@@ -138,7 +137,7 @@ def _check_yarn(fields: Fields, factor: float) -> None:
 
 
 class MultiToken(Entry):
-    """The number of layers of multi-token prediction (mtp.*), which do not change the model itself."""
+    """The number of layers of multi-token prediction (`mtp.*`). They do not change the model itself."""
 
     def read(self, fields: Fields) -> dict[str, Any]:  # noqa: D102
         fields.get(*_MTP_LAYERS, kind=int, default=None)
@@ -151,8 +150,6 @@ class MultiToken(Entry):
     def values(self, arguments: GatedArguments) -> dict[str, Any]:  # noqa: D102
         return {}
 
-
-_MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 SHARED: tuple[Entry, ...] = (
     Same("vocab_size", "vocab_size"),

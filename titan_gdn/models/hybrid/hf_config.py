@@ -40,6 +40,10 @@ def text(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
+_TIED = "tie_word_embeddings"
+"""A field that the whole model's file may have beside the text model's."""
+
+
 class Fields:
     """The fields of a `config.json`, by paths such as `linear_attn_config.head_dim`."""
 
@@ -296,20 +300,15 @@ class ConfigJson:
         Raises:
             ValueError: a field of the whole model contradicts the table, or the table is missing.
         """
-        if self.whole is None or config.get("model_type") != self.whole.model_type:
+        whole = self._whole_of(config)
+        if whole is None:
             return config
-        Fields(config).get(self.whole.table, kind=dict)
-        _check_architectures(config, self.whole.architecture)
-        table = config[self.whole.table]
-        for name in ("tie_word_embeddings",):
-            if name in config and config[name] != table.get(name, config[name]):
-                raise ValueError(
-                    f"{name} = {text(config[name])} and {self.whole.table}.{name} = {text(table[name])} "
-                    "contradict each other"
-                )
-            if name in config:
-                table = table | {name: config[name]}
-        return table
+        table = Fields(config).get(whole.table, kind=dict)
+        _check_architectures(config, whole.architecture)
+        if _TIED not in config:
+            return table
+        paths = (_TIED, f"{whole.table}.{_TIED}")
+        return table | {_TIED: Fields(config).get(*paths, kind=bool)}
 
     def arguments_of(self, config: dict[str, Any]) -> Any:
         """Returns the arguments of the model that a `config.json` describes.
@@ -380,8 +379,8 @@ class ConfigJson:
             for entry in self.entries:
                 entry.write(arguments, Fields(tables[-1]))
             for table in tables:
-                if "tie_word_embeddings" in table:
-                    table["tie_word_embeddings"] = tables[-1].get("tie_word_embeddings", False)
+                if _TIED in table:
+                    table[_TIED] = tables[-1][_TIED]
                 if (table.get("pad_token_id") or 0) >= arguments.vocab_size:
                     table["pad_token_id"] = None  # transformers refuses a row that the embedding lacks
         for table in tables:
@@ -393,10 +392,15 @@ class ConfigJson:
             raise ValueError(f"the config.json of {self.model_type} cannot describe {names}")
         return config
 
+    def _whole_of(self, config: dict[str, Any]) -> WholeModel | None:
+        """Returns the whole model if the file is its, None if it is that of the family's model."""
+        whole = self.whole
+        return whole if whole is not None and config.get("model_type") == whole.model_type else None
+
     def _tables(self, config: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the table of all fields and, in a whole model's, that of the family's."""
-        inner = self.whole is not None and config.get("model_type") == self.whole.model_type
-        return [config, config[self.whole.table]] if self.whole is not None and inner else [config]
+        whole = self._whole_of(config)
+        return [config] if whole is None else [config, config[whole.table]]
 
     def _check_family(self, fields: Fields) -> None:
         model_type = fields.get("model_type", kind=str)

@@ -93,6 +93,7 @@ class HybridModel(Decoder):
                     layer.moe.router._debug_force_load_balance = checks.forces_load_balance(config)
             set_hybrid_sharding(
                 self,
+                self.blocks,
                 self.mtp,
                 tp=parallelism.tensor_parallel_degree,
                 enable_sp=parallelism.enable_sequence_parallel,
@@ -155,9 +156,9 @@ class HybridModel(Decoder):
             attention_masks: the block mask of FlexAttention, which the trainer builds.
 
         Returns:
-            Logits `[B, L, vocab_size]`, for `[2B, L]` those of the next token, then those of the token after
-            it. Hidden states `[B, L, D]` if the loss applies the head, and on all
-            pipeline stages but the last.
+            Logits `[B, L, vocab_size]`. For tokens `[2B, L]`, those of the next token, then those of the
+            token after it. Hidden states `[B, L, D]` if the loss applies the head, and on all pipeline stages
+            but the last.
 
         Raises:
             ValueError: `positions` is None under context parallelism.

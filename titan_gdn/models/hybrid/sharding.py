@@ -4,6 +4,9 @@ Attention layers declare their own placements (`Config.set_sharding`). This file
 modules.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import spmd_types as spmd
 from torchtitan.models.common import SigmoidGatedFeedForward
 from torchtitan.models.common.decoder import Decoder
@@ -19,6 +22,7 @@ from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_gdn.layers.sharding import between_layers
+from titan_gdn.models.hybrid.block import HybridBlock
 from titan_gdn.models.hybrid.mtp import MultiTokenPrediction
 
 EXPERTS: dict[str, spmd.PerMeshAxisSpmdType] = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
@@ -26,6 +30,7 @@ EXPERTS: dict[str, spmd.PerMeshAxisSpmdType] = {"w1_EFD": spmd.S(1), "w2_EDF": s
 
 def set_hybrid_sharding(
     config: Decoder.Config,
+    blocks: Sequence[HybridBlock.Config],
     mtp: MultiTokenPrediction.Config | None,
     *,
     tp: int,
@@ -36,22 +41,22 @@ def set_hybrid_sharding(
 
     Args:
         config: the model.
-        mtp: its layer of multi-token prediction.
+        blocks: all its layers, with that of multi-token prediction.
+        mtp: its multi-token prediction.
         tp: degree of tensor parallelism.
         enable_sp: whether hidden states between layers are sharded over TP.
         enable_ep: whether experts are sharded over ranks.
     """
     set_decoder_sharding_config(config, enable_sp=enable_sp)
-    layers = list(config.layers)
     if mtp is not None:
         # The hidden states stay sharded after the norm: `mtp.gather` gathers those of both predictions.
         config.norm.sharding_config = norm_config(enable_sp=enable_sp)
         mtp.set_sharding(enable_sp=enable_sp)
-        layers.append(mtp.layer)
-    for layer in layers:
+    for layer in blocks:
         layer.attention_norm.sharding_config = norm_config(enable_sp=enable_sp)
         layer.ffn_norm.sharding_config = norm_config(enable_sp=enable_sp)
-        (layer.linear_attention or layer.attention).set_sharding(tp=tp, enable_sp=enable_sp)
+        attention: Any = layer.linear_attention or layer.attention
+        attention.set_sharding(tp=tp, enable_sp=enable_sp)
         if layer.feed_forward is not None:
             set_dense_ffn_sharding(
                 layer.feed_forward, attn_x_layout=between_layers(enable_sp), enable_sp=enable_sp

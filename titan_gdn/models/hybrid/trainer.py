@@ -15,12 +15,15 @@ from titan_gdn.models.hybrid.mtp import MultiTokenLoss
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
+_AFTER = "labels_after_next"
+"""Where a batch carries these labels from `train_step` to `post_dataloading_process`."""
+
 
 class HybridTrainer(Trainer):
     """Gives a model with multi-token prediction two rows for each row of the data.
 
-    Rows are shifted here, where they are still whole: after it, context parallelism shards them. Without
-    multi-token prediction this is TorchTitan's trainer.
+    Rows are shifted before context parallelism shards them, where they are still whole. Without multi-token
+    prediction this is TorchTitan's trainer.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,10 +42,11 @@ class HybridTrainer(Trainer):
         """Appends the next tokens to the tokens and the labels after the next to the labels, as rows."""
         if self.mtp_loss is None:
             return super().post_dataloading_process(input_dict, labels)
-        tokens = torch.cat([input_dict["input"], next_tokens(input_dict["input"], labels)])
-        both = torch.cat([labels, labels_after_next(labels, input_dict["positions"])])
+        given = dict(input_dict)
+        both = torch.cat([labels, given.pop(_AFTER)])
+        given["input"] = torch.cat([given["input"], next_tokens(given["input"], labels)])
         seen = self.ntokens_seen
-        inputs, both, extra = super().post_dataloading_process(input_dict | {"input": tokens}, both)
+        inputs, both, extra = super().post_dataloading_process(given, both)
         self.ntokens_seen = seen + both.numel() // 2  # rows of labels after the next are no further tokens
         return inputs, both, extra
 
@@ -52,8 +56,11 @@ class HybridTrainer(Trainer):
         if loss is None:
             return super().train_step(data_iterator)
         batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
-        after = [labels_after_next(labels, inputs["positions"]) for inputs, labels in batches]
-        targets = torch.stack([(labels != IGNORE_INDEX).sum() for labels in after]).sum().to(self.device)
+        targets = torch.tensor(0)
+        for inputs, labels in batches:
+            inputs[_AFTER] = labels_after_next(labels, inputs["positions"])
+            targets += (inputs[_AFTER] != IGNORE_INDEX).sum()
+        targets = targets.to(self.device)
         if self.parallel_dims.dp_enabled:
             targets = dist_utils.dist_sum_tensor(targets, self.parallel_dims.get_mesh("batch"))
         loss.begin(targets)

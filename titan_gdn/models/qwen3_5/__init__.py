@@ -5,25 +5,10 @@ from typing import Any
 
 from titan_gdn.models.hybrid import Flavor, model_spec
 from titan_gdn.models.hybrid.config_registry import DEBUG_RUN
+from titan_gdn.models.hybrid.gated import DEBUG, DEBUG_MOE
 from titan_gdn.models.qwen3_5.hf_config import config_json as config_json
 from titan_gdn.models.qwen3_5.model import Qwen3_5Arguments
 from titan_gdn.models.qwen3_5.state_dict_adapter import Qwen3_5StateDictAdapter
-
-_DEBUG: dict[str, Any] = {
-    "vocab_size": 264,  # the 257 tokens of the byte tokenizer, rounded up to a multiple of 8 TP ranks
-    "dim": 128,
-    "n_layers": 4,
-    "n_heads": 4,
-    "n_key_value_heads": 2,
-    "head_dim": 32,
-    "context_length": 8192,
-    "n_linear_key_heads": 4,
-    "n_linear_value_heads": 8,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "hidden_dim": 384,
-}
-_EXPERTS: dict[str, Any] = {"n_experts_per_token": 2, "expert_hidden_dim": 96, "shared_expert_hidden_dim": 96}
 
 
 def _dense(**arguments: Any) -> Flavor:
@@ -45,8 +30,8 @@ def _sparse(n_experts: int, n_experts_per_token: int, width: int, **arguments: A
 
 # The published sizes. What they do not name is as in the 9B.
 flavors: dict[str, Flavor] = {
-    "debug": Flavor(Qwen3_5Arguments(**_DEBUG), DEBUG_RUN),
-    "debug_moe": Flavor(Qwen3_5Arguments(**_DEBUG, **_EXPERTS, n_experts=8), DEBUG_RUN),
+    "debug": Flavor(Qwen3_5Arguments(**DEBUG), DEBUG_RUN),
+    "debug_moe": Flavor(Qwen3_5Arguments(**DEBUG_MOE), DEBUG_RUN),
     "0.8B": _dense(
         dim=1024,
         n_layers=24,

@@ -4,26 +4,14 @@ TorchTitan's own command also takes the functions without arguments:
 `torchrun -m torchtitan.train --module titan_gdn.models.qwen3_5 --config qwen3_5_9b`.
 """
 
-from typing import Any
+from functools import partial
 
 from torchtitan.trainer import Trainer
 
-from titan_gdn.models.hybrid.config_registry import RunDefaults, run_of
+from titan_gdn.models.hybrid import trainer_config_of
 from titan_gdn.models.qwen3_5 import flavors, model_registry
 
-
-def trainer_config(flavor: str, **model: Any) -> Trainer.Config:
-    """Returns the training configuration of a flavor.
-
-    Args:
-        flavor: a name in `flavors`, or any name if `model` has `arguments`.
-        **model: the keyword arguments of `titan_gdn.models.hybrid.model_spec`.
-
-    Raises:
-        ValueError: there is no such flavor, or the arguments contradict each other.
-    """
-    run = flavors[flavor].run if flavor in flavors else RunDefaults()
-    return run_of(model_registry(flavor, **model), run)
+trainer_config = partial(trainer_config_of, flavors, model_registry)
 
 
 def qwen3_5_debug() -> Trainer.Config:

@@ -24,7 +24,7 @@ class Qwen3_5Arguments(GatedArguments):
     hidden_dim: int = 12288
 
     n_experts: int = 0
-    """Number of routed experts; 0 makes every layer dense, any other number none."""
+    """Number of routed experts. 0 makes every layer dense; otherwise every layer has experts."""
 
     n_experts_per_token: int = 8
     expert_hidden_dim: int = 512

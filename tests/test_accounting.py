@@ -260,6 +260,16 @@ def load(saved, family, folder):
     return adapt.to_hf(state)
 
 
+def test_experts_in_one_tensor_are_refused_where_the_family_has_none(saved, directory):
+    """Those that are kept are not: nothing reads them."""
+    name = "model.layers.1.mlp.experts.down_proj"
+    folder = directory("kimi_linear", lambda tensors: tensors | MTP)
+    assert account(saved, "kimi_linear", folder)[0].kept.keys() == MTP.keys()
+    for x in (torch.ones(8, 64, 32), torch.ones(3)):
+        folder = directory("kimi_linear", lambda tensors, x=x: tensors | {name: x})
+        assert f"in one tensor: {name}. Files need" in refused(saved, "kimi_linear", folder)
+
+
 def assert_loaded(saved, family, loaded, tensors):
     canonical = adapter(saved, family).canonical
     tensors = {canonical(key): x for key, x in tensors.items() if not key.startswith("mtp.")}

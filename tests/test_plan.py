@@ -18,6 +18,7 @@ from tests.draw import covering, in_sets
 from titan_gdn.bench.rule import _peak_of_allocations
 from titan_gdn.config.load import load_config
 from titan_gdn.layers.linear_attention import LinearAttentionConfig
+from titan_gdn.models.hybrid import gated
 from titan_gdn.models.hybrid.pipeline import stages_of
 from titan_gdn.models.kimi_linear import KimiLinearArguments
 from titan_gdn.models.qwen3_next import Qwen3NextArguments
@@ -373,6 +374,9 @@ NO_SP = "--parallelism.tensor_parallel_degree 2 --parallelism.no-enable_sequence
 STEPS = {
     "full": (1, "qwen3_next", "--activation_checkpoint.mode full --model.overrides.n_layers 8"),
     "multi-token prediction": (1, "qwen3_5", "--model.overrides.mtp"),
+    "multi-token prediction, most of it in the loss": (
+        1, "qwen3_5", "--model.overrides.mtp --model.overrides.vocab_size 60000 --model.overrides.n_layers 1"
+    ),
     "tp 2": (2, "qwen3_next", "--parallelism.tensor_parallel_degree 2"),
     "tp 2 without sequence parallelism": (2, "kimi_linear", NO_SP),
     "cp 2, all_gather": (
@@ -416,6 +420,17 @@ def test_a_step_of_the_trainer_allocates_what_is_planned(step, tmp_path):
     assert memory.buffers == buffers
     planned = memory.total - memory.parameters - memory.optimizer - memory.buffers
     assert planned / 1.2 < peak < 1.2 * planned
+
+
+def test_multi_token_prediction_is_planned_on_a_machine_with_gpus(monkeypatch):
+    """Its attention runs with fake tensors, as that of all layers, and its idle experts are idle."""
+    monkeypatch.setattr(gated, "device_type", "cuda")
+    argv = ["--job.config_file", "train_configs/qwen3_5_debug.toml", "--model.flavor", "debug_moe"]
+    plans = [
+        make_plan(load_config([*argv, *more], 1, here=False), 1) for more in ([], ["--model.overrides.mtp"])
+    ]
+    idle = [plan.parameters - plan.active for plan in plans]
+    assert idle[1] - idle[0] == 3 * 128 * 96 * (8 - 2)
 
 
 ORDERS = {

@@ -209,7 +209,7 @@ def test_the_debug_models_train_at_cp_2_tp_2(flavor, tmp_path):
     argv += ["--training.seq_len", "128", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"]
     records = ranks.run(train, 4, argv)
     losses = records[0]["loss"]
-    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.1
 
 
 def test_the_million_token_run_is_valid_at_full_size_and_runs_dry_when_scaled_down(tmp_path):

@@ -275,13 +275,15 @@ def _loss(model: HybridModel, config: "Trainer.Config", batch: ShardedBatch) -> 
 
     The backward of the cross entropy holds several tensors of the size of the logits: the product itself, and
     in float32 the log-probabilities and what becomes their gradient, one more if the vocabulary is sharded.
+    Multi-token prediction has a second row of hidden states, logits and log-probabilities for each row, and
+    the backward of one of its two cross entropies after the other.
     """
     vocabulary, width = model.lm_head.weight.shape
-    tokens = batch.tokens_of_cp_rank * (1 if model.mtp is None else 2)
-    states = tokens * width
-    logits = tokens // getattr(config.loss, "num_chunks", 1) * vocabulary
-    copies = 4 if batch.tp > 1 else 3
-    return states * (2 * batch.itemsize + 4) + logits * (batch.itemsize + 4 * copies)
+    losses = 1 if model.mtp is None else 2
+    states = losses * batch.tokens_of_cp_rank * width
+    logits = batch.tokens_of_cp_rank // getattr(config.loss, "num_chunks", 1) * vocabulary
+    copies = (4 if batch.tp > 1 else 3) + losses - 1
+    return states * (2 * batch.itemsize + 4) + logits * (losses * batch.itemsize + 4 * copies)
 
 
 _MTP_LAYER = "mtp.layers.0"

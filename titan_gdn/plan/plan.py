@@ -26,6 +26,7 @@ from titan_gdn.models.hybrid.exchange_choice import (
     saves_exchange,
 )
 from titan_gdn.models.hybrid.model import HybridModel
+from titan_gdn.models.hybrid.mtp import mtp_of
 from titan_gdn.parallel.cost import Choice, Cost, cost
 from titan_gdn.parallel.exchange.registry import EXCHANGES, impossible, traffic
 from titan_gdn.parallel.machine import Machine
@@ -224,9 +225,10 @@ def _with_model(config: "Trainer.Config", model: HybridModel.Config) -> "Trainer
 
 
 def _set_attention(model: HybridModel.Config, inner: Module.Config) -> None:
-    for layer in model.layers:
-        if layer.attention is not None:
-            layer.attention.inner_attention = inner
+    for layer in model.blocks:
+        attention: Any = layer.attention
+        if attention is not None:
+            attention.inner_attention = inner
 
 
 def _exchanges(
@@ -277,8 +279,8 @@ def _way_in(shape: LayerShape, batch: ShardedBatch) -> tuple[float, float | None
 def _idle(model: HybridModel.Config, whole: HybridModel) -> int:
     """The number of parameters of the experts that a token is not routed to."""
     idle = 0
-    blocks: list[Any] = list(whole.layers.values())
-    for layer, block in zip(model.layers, blocks, strict=True):
+    blocks: list[Any] = [block for part in (whole, *mtp_of(whole)) for block in part.layers.values()]
+    for layer, block in zip(model.blocks, blocks, strict=True):
         if layer.moe is not None:
             experts = sum(x.numel() for x in block.moe.routed_experts.parameters())
             idle += experts - experts * layer.moe.router.top_k // layer.moe.num_experts

@@ -1,8 +1,8 @@
-"""Files that hold all experts of a layer in one tensor, seen as files with a tensor for each expert.
+"""Treats a tensor that holds all experts of a layer as one tensor per expert.
 
 Files of Qwen3.5 as published hold `experts.gate_up_proj` `[E, 2F, D]`, in each expert the gate first, and
-`experts.down_proj` `[E, D, F]`. The matrix of an expert is one range of their bytes, so it is an entry of its
-own, and a fused tensor is written as its experts' matrices one after the other.
+`experts.down_proj` `[E, D, F]`. Each expert's matrix is a contiguous range of bytes: reading takes that
+range, and writing puts the matrices one after the other. Nothing is transposed or copied whole.
 (transformers, `models/qwen3_5_moe/modeling_qwen3_5_moe.py`, `Qwen3_5MoeExperts`.)
 """
 
@@ -60,11 +60,15 @@ def fused_name(name: str) -> str | None:
 
 
 def fused_groups(names: list[str], fused: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields what is one tensor of a file: its name, and the names of the matrices that it is made of.
+    """Groups tensors by the tensor that a file stores them in.
 
     Args:
-        names: tensors, one for each expert.
-        fused: names of the fused tensors that the file has.
+        names: names of tensors, with one per expert.
+        fused: names of the tensors in the file that hold all experts.
+
+    Yields:
+        The name of a tensor in the file, and the names of the tensors that it holds, in the order of its
+        bytes. A tensor that is not part of a fused one is alone.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -81,6 +85,6 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def fused_shape(shape: tuple[int, ...], members: list[str]) -> tuple[int, ...]:
-    """Returns the shape of a fused tensor that is made of matrices of one shape."""
+    """Returns the shape of the fused tensor of `members`, which all have the shape `shape`."""
     n_experts = len({_place(name)[0] for name in members})
     return (n_experts, len(members) // n_experts * shape[0], shape[1])

@@ -1,4 +1,4 @@
-"""Which tokens multi-token prediction takes and predicts, from the rows of a data loader."""
+"""Shifts the rows of a data loader for multi-token prediction: its inputs and its labels."""
 
 import torch
 from torch import Tensor

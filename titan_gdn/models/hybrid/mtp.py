@@ -45,8 +45,8 @@ class Gather(Module):
 class MultiTokenPrediction(Module):
     """One layer on the hidden states of the main model and the embeddings of the next tokens.
 
-    As a decoder of TorchTitan it has `layers` and a `norm`, so that checkpointing, compilation, FSDP and the
-    balancing of experts treat it as one; its embedding and its head are those of the main model.
+    It has the attributes of TorchTitan's decoders, so that activation checkpointing, compilation, FSDP and
+    expert balancing handle it as a decoder of one layer. Its embedding and head are those of the main model.
     """
 
     tok_embeddings = None
@@ -113,10 +113,10 @@ class MultiTokenPrediction(Module):
 
 
 class MultiTokenLoss(CrossEntropyLoss):
-    """The mean cross-entropy of the next tokens, with the weighted gradient of that of the tokens after them.
+    """The loss of the next tokens plus the weighted loss of the tokens after the next.
 
-    The returned value is the loss of the next tokens alone. That of the tokens after them is summed up in
-    `summed`. Each mean is over its own targets of the whole batch.
+    Both are mean cross-entropies, each over its own targets of the whole batch. The gradient is that of the
+    sum. The returned value is the loss of the next tokens alone; the other one accumulates in `summed`.
 
     Attributes:
         targets: the number of tokens after the next that all ranks predict in this step, a tensor.
@@ -158,7 +158,8 @@ class MultiTokenLoss(CrossEntropyLoss):
         value = after.detach()
         self.summed = value if self.summed is None else self.summed + value
         weighted = self.weight * after
-        # 0 in value: the logged loss is comparable with that of a run without this layer.
+        # The second term has the value 0, so that the logged loss is that of the next tokens alone and can be
+        # compared with a run without this layer, and it has the gradient of the weighted loss.
         return loss + (weighted - weighted.detach()), metrics
 
 

@@ -54,7 +54,7 @@ def stages_of(n_layers: int, config: "Trainer.Config", mtp: bool = False) -> lis
     Args:
         n_layers: number of layers of the model.
         config: a run that `check_pipeline` accepts.
-        mtp: whether the model has a layer of multi-token prediction, which no pipeline splits off.
+        mtp: whether the model has multi-token prediction, which needs a run without pipeline stages.
     """
     parallelism, pp = config.parallelism, config.parallelism.pipeline_parallel_degree
     if pp == 1:
